@@ -20,6 +20,7 @@ from spec_decode.model_api import TargetModel
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
 from spec_decode.models.causal_lm import load_target
 from spec_decode.models.checkpoints.files import require_regular
+from spec_decode.models.checkpoints.folder_kind import is_mxfp4
 from spec_decode.models.checkpoints.fp8_store import Fp8Store
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.kernels.fp8_weight import reads_fp8
@@ -127,12 +128,13 @@ def load_published_pair(
         from spec_decode.models.hf.token_text import token_text
     except ImportError as error:
         raise CheckpointError(str(error)) from error
-    check_model(target, fp8=runs_in is None)
+    check_model(target, narrow=runs_in is None)
     store = None if runs_in == "transformers" else Fp8Store.open(target)
     why = "you asked for it" if store is None else unserved(store)
-    if why is not None and (quantises or isinstance(store, Fp8Store)):
+    narrow = isinstance(store, Fp8Store) or (store is not None and is_mxfp4(store.config.values))
+    if why is not None and (quantises or narrow):
         raise CheckpointError(
-            f"{target} would run in transformers, which gets no 8-bit weights: {why}. Use a bf16 copy without "
+            f"{target} would run in transformers, which gets no narrow weights: {why}. Use a bf16 copy without "
             "weights, or a model that this library's layers compute."
         )
     if isinstance(store, Fp8Store):
@@ -165,7 +167,10 @@ def load_published_pair(
 def _weights(store: TensorStore | None, *, quantises: bool, dtype: torch.dtype) -> str:
     """Return what the target's products do with 8-bit weights; empty if they are neither stored nor asked for."""
     if not isinstance(store, Fp8Store):
-        return _QUANTISED if quantises else ""
+        blocks = " in MXFP4" if store is not None and is_mxfp4(store.config.values) else ""
+        if blocks and not quantises:
+            return f"read {str(dtype).removeprefix('torch.')} weights, widened from experts{blocks}"
+        return f"{_QUANTISED}{blocks and f', rounded again from experts{blocks}'}" if quantises else ""
     blocks = f" in blocks of {' x '.join(map(str, store.layout.block))}" if store.is_blocked else ""
     if blocks and quantises:
         return f"{_QUANTISED}, rounded again from FP8{blocks}"

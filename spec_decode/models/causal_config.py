@@ -30,7 +30,8 @@ def read_causal_config(store: TensorStore, dtype: torch.dtype) -> DecoderConfig:
         full, sliding = read_layer_ropes(fields, family)
         fields = ConfigReader({**fields.values, "rope_parameters": full.values}, fields.place)
         window = read_rope(sliding, LLAMA_SCALINGS)
-    decoder = read_decoder(fields, partial(read_windows, family=family))
+    rotated = 0.5 if family == "glm4_moe" else None
+    decoder = read_decoder(fields, partial(read_windows, family=family), rotated=rotated)
     decoder = replace(decoder, model=_scaled(decoder.model, family, fields, dtype))
     if window is None:
         return decoder
@@ -51,7 +52,7 @@ def _scaled(model: ModelConfig, family: str, fields: ConfigReader, dtype: torch.
         )
     if family == "granite":
         return _granite(model, fields)
-    return model
+    return replace(model, sinks=family == "gpt_oss")
 
 
 def _granite(model: ModelConfig, fields: ConfigReader) -> ModelConfig:

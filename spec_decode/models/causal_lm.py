@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 import torch
@@ -21,20 +20,14 @@ from spec_decode.models.draft import DecoderDraft
 from spec_decode.models.draft_vocabulary import HEAD, DraftVocabulary, read_vocabulary
 from spec_decode.models.layer_windows import ARCHITECTURES as ARCHITECTURES
 from spec_decode.models.layers.decoder_layer import LayerOptions, make_layer
-from spec_decode.models.layers.feed_forward import Names, read_dense
-from spec_decode.models.layers.grouped_attention import GroupedAttention, GroupedShape
 from spec_decode.models.layers.linear import Embedding
-from spec_decode.models.layers.moe import read_qwen_mixture
-from spec_decode.models.layers.pre_norm_layer import PreNormLayer
-from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.layers.rope import RopeConfig
+from spec_decode.models.mixture_layers import FAMILIES, read_mixture_layer
 
 EMBEDDING = "model.embed_tokens.weight"
 _LAYOUTS: dict[str, Layout] = {"phi3": FUSED, "gemma3_text": {"mlp_norm": ("pre_feedforward_layernorm",)}}
 """Names of a family's tensors that differ from Llama's."""
 _TIED = ("gemma3_text",)
 """Families whose head is the embedding unless config.json says that it is not."""
-_FEED_FORWARD = Names(gate="gate_proj", up="up_proj", down="down_proj")
 M = TypeVar("M", bound=Decoder)
 
 
@@ -120,38 +113,12 @@ def load_target(
 
 def _layers(config: DecoderConfig, weights: ScopedWeights) -> list[nn.Module]:
     """Return the layers: on the meta device, or with their weights if they are a mixture's. Raises CheckpointError."""
-    count = config.model.num_layers
-    if family_of(weights.store) == "qwen3_moe":
-        return [_mixture_layer(config, weights, layer) for layer in range(count)]
+    count, family = config.model.num_layers, family_of(weights.store)
+    if family in FAMILIES:
+        return [read_mixture_layer(config, weights, layer, family) for layer in range(count)]
     options = _options(weights.store)
     with torch.device("meta"):
         return [make_layer(config.model, layer, options) for layer in range(count)]
-
-
-def _mixture_layer(config: DecoderConfig, weights: ScopedWeights, layer: int) -> PreNormLayer:
-    """Read a layer of a Qwen3-MoE, in which some layers can have a dense feed-forward."""
-    model, fields, block = config.model, weights.store.config, weights.under(f"model.layers.{layer}.")
-    fields.require("attention_bias", False)
-    shape = GroupedShape(
-        model=replace(model, sliding_window=config.windows[layer]),
-        rope=RopeConfig(dims=model.head_dim, theta=model.rope_theta, scaling=config.scaling),
-        qk_norm=True,
-        gated=False,
-        norm_offset=0.0,
-    )
-    step, dense = fields.get("decoder_sparse_step", int, 1), fields.get("mlp_only_layers", list, [])
-    if step < 1:
-        raise CheckpointError(f"decoder_sparse_step in {fields.place} must be 1 or more, got {step}. Restore the file.")
-    inner = block.under("mlp.")
-    return PreNormLayer(
-        layer,
-        RMSNorm.read(block, "input_layernorm.weight", model.hidden_size, model.norm_eps),
-        GroupedAttention(shape, block.under("self_attn.")),
-        RMSNorm.read(block, "post_attention_layernorm.weight", model.hidden_size, model.norm_eps),
-        read_dense(inner, _FEED_FORWARD, model.hidden_size, model.intermediate_size, None)
-        if layer in dense or (layer + 1) % step
-        else read_qwen_mixture(fields, inner, _FEED_FORWARD),
-    )
 
 
 def _read(model: M, weights: ScopedWeights) -> M:
@@ -164,7 +131,8 @@ def _read(model: M, weights: ScopedWeights) -> M:
     if tied and weights.has(HEAD):
         table = model.embed.weight
         _check_tied(store, weights.take(HEAD, *table.shape), table)
-    store.refuse_unused()
+    first = len(model.layers)
+    store.refuse_unused(drafts=range(first, first + store.config.get("num_nextn_predict_layers", int, 0)))
     return model
 
 

@@ -54,6 +54,10 @@ class ModelConfig:
     """Factor that turns the states between layers into the published model's."""
     logits_divisor: float = 1.0
     sliding_window: int | None = None
+    rotated_dims: int | None = None
+    """Rotated dims of a head without a latent; None: all."""
+    sinks: bool = False
+    """Whether each head without a latent has a learned sink logit."""
     latent: LatentConfig | None = None
     """None: one key and one value per KV head."""
 
@@ -113,7 +117,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Rotated dims of a head."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return self.latent.rope_dim if self.latent is not None else self.rotated_dims or self.head_dim
 
     def attention_spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
         """Return the spec of every layer's attention, over a cache with this page size."""
@@ -126,7 +130,7 @@ class ModelConfig:
             dtype=dtype,
             sliding_window=self.sliding_window,
             scale=self.softmax_scale,
-            sinks=self.latent is not None and self.latent.sinks,
+            sinks=self.sinks if self.latent is None else self.latent.sinks,
             kind=AttentionKind.MHA if self.latent is None else AttentionKind.MLA,
         )
 

@@ -19,6 +19,7 @@ from spec_decode.models.layers.rope import (
     Scaling,
     WindowRotary,
     read_rope,
+    read_rotated_dims,
     rope_section,
 )
 
@@ -58,13 +59,21 @@ ReadWindows = Callable[[ConfigReader, int], Windows]
 """Returns the window of each layer, for the config and the number of layers."""
 
 
-def read_decoder(config: ConfigReader, windows: ReadWindows, *, max_positions: int | None = None) -> DecoderConfig:
-    """Read the config of Llama-style layers; max_positions None takes the config's. Raises CheckpointError."""
+def read_decoder(
+    config: ConfigReader, windows: ReadWindows, *, max_positions: int | None = None, rotated: float | None = None
+) -> DecoderConfig:
+    """Read the config of Llama-style layers; max_positions None takes the config's.
+
+    rotated: the rotated fraction of a head, if the file does not say; None: it must be whole heads. Raises
+    CheckpointError.
+    """
     config.require("hidden_act", "silu")
     config.require("mlp_bias", False)
-    _require_whole_heads(config)
+    if rotated is None:
+        _require_whole_heads(config)
     theta, scaling = read_rope(config, LLAMA_SCALINGS)
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
+    dim = config.get("head_dim", int, hidden // max(heads, 1))
     try:
         model = ModelConfig(
             vocab_size=config.get("vocab_size", int),
@@ -73,10 +82,11 @@ def read_decoder(config: ConfigReader, windows: ReadWindows, *, max_positions: i
             num_layers=config.get("num_hidden_layers", int),
             num_q_heads=heads,
             num_kv_heads=config.get("num_key_value_heads", int, heads),
-            head_dim=config.get("head_dim", int, hidden // max(heads, 1)),
+            head_dim=dim,
             max_positions=max_positions or config.get("max_position_embeddings", int, 2048),
             rope_theta=theta,
             norm_eps=config.get("rms_norm_eps", float, 1e-6),
+            rotated_dims=None if rotated is None else read_rotated_dims(config, dim, rotated),
         )
         decoder = DecoderConfig(model=model, scaling=scaling, windows=windows(config, model.num_layers))
         # Build the specs once, so an impossible attention is reported as an error of the config.

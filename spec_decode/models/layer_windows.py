@@ -13,6 +13,8 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "Phi3ForCausalLM": "phi3",
     "Gemma3ForCausalLM": "gemma3_text",
     "Olmo2ForCausalLM": "olmo2",
@@ -24,7 +26,7 @@ _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 """Families with a window only if use_sliding_window is true."""
 _BY_LAYER = ("qwen2", "qwen3")
 """Families in which layers differ: as layer_types lists them, or from max_window_layers on."""
-_PATTERNS = {"gemma3_text": 6, "olmo3": 4}
+_PATTERNS = {"gemma3_text": 6, "olmo3": 4, "gpt_oss": 2}
 """Families in which layer_types lists the windows, or else all layers but every so many have one."""
 _WINDOW, _FIRST = 4096, 28
 """What an absent sliding_window and max_window_layers mean to the families that read them."""

@@ -7,7 +7,6 @@ DeepSeek-V3, GLM-4.5, GLM-4.7-Flash, Qwen (3-Next, 3.5, 3.6, 3.8) and MiMo ship 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import count
 
 import torch
@@ -18,12 +17,16 @@ from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore, frozen
 from spec_decode.models.draft import check_shared, check_target, decoder_fields, read_embedding
 from spec_decode.models.layer_windows import read_windows
-from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
+from spec_decode.models.layers.feed_forward import LLAMA_NAMES, FeedForward, read_dense
 from spec_decode.models.layers.fuse import NormedProjection
 from spec_decode.models.layers.grouped_attention import GroupedAttention, read_grouped_shape
 from spec_decode.models.layers.linear import Linear
 from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
-from spec_decode.models.layers.moe import MixtureOfExperts, read_mixture, read_mixture_shape, read_shared_qwen_mixture
+from spec_decode.models.layers.moe import (
+    MixtureOfExperts,
+    read_deepseek_feed_forward,
+    read_shared_qwen_mixture,
+)
 from spec_decode.models.layers.pre_norm_layer import PreNormLayer
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import Rotary
@@ -32,8 +35,6 @@ from spec_decode.models.mtp_modules import MtpModules
 from spec_decode.models.recurrent_draft import OneLayer, RecurrentDraft
 from spec_decode.models.target_head import TargetHead
 
-_NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj")
-_ROUTER_BIAS = "gate.e_score_correction_bias"
 ARCHITECTURES = (*LAYOUTS, "MTPDraftModel")
 
 
@@ -182,22 +183,17 @@ def _read_attention(
     grouped = read_grouped_shape(
         config, eps, qk_norm=qk_norm, gated=layout.gated, norm_offset=layout.norm_offset, rotated=layout.rotated
     )
-    return GroupedAttention(grouped, weights), Rotary(grouped.table(positions).to(weights.device))
+    table = grouped.rope.table(positions, grouped.model.head_dim)
+    return GroupedAttention(grouped, weights), Rotary(table.to(weights.device))
 
 
 def _read_feed_forward(
     config: ConfigReader, weights: ScopedWeights, layout: MtpLayout, module: int
 ) -> FeedForward | MixtureOfExperts:
-    """Read a mixture or a dense feed-forward. DeepSeek's and GLM's config says which by the layer's index in the
-    checkpoint. Raises CheckpointError."""
-    hidden = config.get("hidden_size", int)
+    """Read a mixture or a dense feed-forward. Raises CheckpointError."""
     if layout.numbered:
-        layer = config.get("num_hidden_layers", int) + module
-        first, every = config.get("first_k_dense_replace", int, 0), config.get("moe_layer_freq", int, 1)
-        routed = config.optional("n_routed_experts", int) is not None
-        if routed and layer >= first and layer % max(every, 1) == 0:
-            mixture = read_mixture_shape(config, hidden, scoring="sigmoid")
-            return read_mixture(mixture, weights, replace(_NAMES, router_bias=_ROUTER_BIAS))
-    elif config.optional("num_experts", int):
-        return read_shared_qwen_mixture(config, weights, _NAMES)
-    return read_dense(weights, _NAMES, hidden, config.get("intermediate_size", int), None)
+        return read_deepseek_feed_forward(config, weights, config.get("num_hidden_layers", int) + module)
+    if config.optional("num_experts", int):
+        return read_shared_qwen_mixture(config, weights)
+    hidden, intermediate = config.get("hidden_size", int), config.get("intermediate_size", int)
+    return read_dense(weights, LLAMA_NAMES, hidden, intermediate, None)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.folder_kind import is_mxfp4
+from spec_decode.models.checkpoints.fp8_layout import FIELD
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.layer_ropes import has_layer_ropes, read_layer_ropes
 from spec_decode.models.layer_windows import ARCHITECTURES
@@ -32,6 +34,19 @@ _ALSO_REQUIRED = {
     "olmo2": (),
     "olmo3": (),
     "granite": (),
+    "glm4_moe": (
+        "num_key_value_heads",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "n_routed_experts",
+        "n_shared_experts",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "first_k_dense_replace",
+    ),
+    "gpt_oss": ("num_key_value_heads", "head_dim", "num_experts_per_tok", "sliding_window"),
 }
 _READ = (
     "model_type", "architectures", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta",
@@ -52,6 +67,8 @@ _ALSO_READ = {
     "olmo2": ("attention_bias",),
     "olmo3": ("layer_types", "sliding_window", "attention_bias"),
     "granite": ("attention_bias", *_MULTIPLIERS),
+    "glm4_moe": ("attention_bias", "use_qk_norm", "partial_rotary_factor", "num_nextn_predict_layers"),
+    "gpt_oss": ("attention_bias", "layer_types", "num_experts", "num_local_experts", "swiglu_alpha", "swiglu_limit"),
 }
 """Fields that the layers of a family read, and those of them that have no meaning to a family, as max_window_layers to
 Qwen3-MoE. auto_map names code in folders of Phi-3, which `transformers` does not run: it has its own."""
@@ -86,6 +103,7 @@ _NO_EFFECT = frozenset({
     "task_specific_params", "tokenizer_class", "prefix", "return_dict", "output_attentions", "output_hidden_states",
     "output_router_logits", "embd_pdrop", "resid_pdrop", "router_aux_loss_coef", "is_llama_config",
     "transformers.js_config", "unsloth_fixed", "unsloth_version",
+    "experts_per_token", "initial_context_length",
 })  # fmt: skip
 """Fields that change neither logits nor states."""
 _THETAS = ("rope_theta", "rope_local_base_freq")
@@ -97,15 +115,19 @@ _SCALINGS = {
     "yarn": frozenset({"factor", "original_max_position_embeddings"}),
 }
 """The fields of each scaling. All of them must be given."""
-_OPTIONAL = {"yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})}
+_OPTIONAL = {"yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})}
 """Fields of a scaling that can be absent."""
 _SCALINGS_OF = {"phi3": ("default",)}
 """The scalings that a family knows, if not all of them; Phi-3 takes YaRN for LongRoPE."""
 _TENSORS = re.compile(
     r"lm_head\.weight|model\.(embed_tokens|norm)\.weight"
-    r"|model\.layers\.\d+\..*(weight|bias|inv_freq|gate_up_proj|down_proj)"
+    r"|model\.layers\.\d+\..*(weight|bias|inv_freq|gate_up_proj|down_proj|sinks)"
 )
 """Names of tensors. transformers leaves others out if no part of the model reads them, such as a cache's scales."""
+_MXFP4_TENSORS = re.compile(
+    rf"{_TENSORS.pattern}|model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj_(blocks|scales)"
+)
+"""The same with experts in MXFP4."""
 
 
 def read_fields(family: str) -> frozenset[str]:
@@ -122,15 +144,17 @@ def unserved(store: TensorStore) -> str | None:
         return f"config.json has {said}; our layers know {', '.join(ARCHITECTURES)}"
     if missing := [name for name in (*_REQUIRED, *_ALSO_REQUIRED[family]) if name not in fields]:
         return f"config.json has no {missing[0]}, whose default only transformers knows"
+    narrow = family == "gpt_oss" and is_mxfp4(fields)
+    tensors = _MXFP4_TENSORS if narrow else _TENSORS
     read, fixed = read_fields(family), _FIXED | _ALSO_FIXED.get(family, {})
     for name, value in fields.items():
-        if name in read or name in _NO_EFFECT:
+        if name in read or name in _NO_EFFECT or (narrow and name == FIELD):
             continue
         if name not in fixed:
             return f"config.json has {name:.80}, which our layers do not know"
         if value is not None and value != fixed[name]:
             return f"{name} in config.json is {value!r:.80}, and our layers compute {fixed[name]!r} only"
-    if others := sorted(name for name in store.names() if not _TENSORS.fullmatch(name)):
+    if others := sorted(name for name in store.names() if not tensors.fullmatch(name)):
         return f"the weights have {others[0]:.80}, which our layers do not know"
     return _unserved_rope(store, family) or _unserved_experts(family, fields)
 
@@ -158,14 +182,16 @@ def _unserved_section(family: str, section: Mapping[str, Any], theta: Mapping[st
         return f"config.json's rotary embedding of type {kind} has {unknown[0]:.80}, which our layers do not know"
     if nulls := sorted(name for name, value in (*section.items(), *theta.items()) if value is None):
         return f"config.json's rotary embedding has null as {nulls[0]}"
+    if family == "gpt_oss" and not (section and (theta or "rope_theta" in section)):
+        return "config.json has no rotary embedding with a rope_theta, whose defaults only transformers knows"
     if missing := sorted(_SCALINGS[kind] - section.keys()):
         return f"config.json's rotary embedding of type {kind} has no {missing[0]}"
-    if (part := section.get("partial_rotary_factor")) not in (None, 1.0):
+    if family != "glm4_moe" and (part := section.get("partial_rotary_factor")) not in (None, 1.0):
         return f"partial_rotary_factor in config.json is {part!r:.80}, and our layers rotate whole heads only"
     return None
 
 
 def _unserved_experts(family: str, fields: Mapping[str, Any]) -> str | None:
-    if family == "qwen3_moe" and ("num_experts" in fields) == ("num_local_experts" in fields):
+    if family in ("qwen3_moe", "gpt_oss") and ("num_experts" in fields) == ("num_local_experts" in fields):
         return "config.json must have one of num_experts and num_local_experts for our layers"
     return None

@@ -54,11 +54,12 @@ def sigmoid_gate():
 
 @op("spec_decode::swiglu", close=CLOSE, strided="gate_up")
 def swiglu():
-    for width, dtype, (limit, gelu) in each((40, 2, 3000), DTYPES, ((None, False), (0.7, False), (None, True))):
-        yield noise(3, width, dtype=dtype), limit, gelu
+    kinds = ((None, None, False), (0.7, None, False), (None, 1.7, False), (0.7, 1.7, False), (None, None, True))
+    for width, dtype, kind in each((40, 2, 3000), DTYPES, kinds):
+        yield noise(3, width, dtype=dtype), *kind
     nan = noise(1, 8)
     nan[0, [1, 6]] = torch.nan
-    yield nan, 0.7, False
+    yield nan, 0.7, 1.7, False
 
 
 @op("spec_decode::block_convolution", close=CLOSE, strided="x change")
@@ -99,12 +100,13 @@ def mla_query_key():
 
 @op("spec_decode::route_tokens", close={torch.float32: {"rtol": 3e-6, "atol": 0}})
 def route_tokens():
-    def routed(logits, bias, **routing):
-        return logits, bias, *{**mixture_oracle.PLAIN, **routing}.values()
+    def routed(logits, bias, logit_bias=None, **routing):
+        return logits, bias, *{**mixture_oracle.PLAIN, **routing}.values(), logit_bias
 
     for experts, routing in mixture_oracle.ROUTINGS.values():
         for tokens in (5, 1):
             yield routed(noise(tokens, experts), noise(experts, seed=1) / 4, **routing)
+            yield routed(noise(tokens, experts), noise(experts, seed=1) / 4, noise(experts, seed=2), **routing)
     far = torch.tensor([[-40.0, -17.0, -12.0, -8.0, -5.0, 0.0, 5.0, 17.0, 40.0]])
     for scoring in mixture_oracle.SCORE:
         yield routed(far, torch.arange(9.0), scoring=scoring, normalised=False, top_k=9)

@@ -4,7 +4,7 @@ loaded: adapters, GGUF files, and quantised weights."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ from spec_decode.models.checkpoints.fp8_layout import FIELD, read_fp8_layout
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER = (_ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
-_QUANTISED = ("quantization_config", "compression_config", "quantization")
+_MXFP4 = {"quant_method", "modules_to_not_convert", "dequantize"}
+"""What it can say of MXFP4. The tensors show which modules are in it."""
+_QUANTISED = (FIELD, "compression_config", "quantization")
 """Fields of config.json that describe quantised weights: transformers', compressed-tensors' older one, and MLX's."""
 _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """The same as files, by ModelOpt, AutoGPTQ and AutoAWQ."""
 _METHODS = ("quant_method", "quant_algo", "quant_type")
 _FORMATS = {
-    "4-bit floats are not read": ("fp4",),
+    "4-bit floats are not read, but for MXFP4 experts of GPT-OSS targets on our layers": ("fp4",),
     "FP8 is read for targets on our layers only": ("fp8", "float-quantized"),
     "8-bit integers are not read": ("int-quantized", "naive-quantized", "int8"),
     "integers of few bits are not read": ("awq", "gptq", "round", "pack-quantized", "hqq", "quanto", "bits", "int4"),
@@ -43,10 +45,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(path, "Pass the folder of a downloaded model.")
 
 
-def refuse_quantised(folder: Path, config: dict[str, Any], *, fp8: bool = False) -> None:
-    """Raise CheckpointError if config.json, a section of it, or a file beside it describes quantised weights. fp8: not
-    for FP8 weights that Fp8Store reads."""
-    if fp8 and read_fp8_layout(ConfigReader(config, str(folder / "config.json"))) is not None:
+def refuse_quantised(folder: Path, config: dict[str, Any], *, narrow: bool = False) -> None:
+    """Raise CheckpointError if config.json, a section of it, or a file beside it describes quantised weights. narrow:
+    not for the FP8 weights and MXFP4 experts that this library's layers read."""
+    place = str(folder / "config.json")
+    if narrow and (is_mxfp4(config) or read_fp8_layout(ConfigReader(config, place)) is not None):
         config = {name: value for name, value in config.items() if name != FIELD}
     if (found := next(_quantised(folder, config), None)) is not None:
         where, method = found
@@ -56,6 +59,12 @@ def refuse_quantised(folder: Path, config: dict[str, Any], *, fp8: bool = False)
             f"{next(known, 'this format is not read')}. Use a bf16 copy, with weights or draft_weights='fp8' "
             "for 8 bits, or serve it in vLLM with the plug-in."
         )
+
+
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that weights are in MXFP4, and nothing more of them."""
+    section = config.get(FIELD)
+    return isinstance(section, dict) and section.get("quant_method") == "mxfp4" and section.keys() <= _MXFP4
 
 
 def _refuse_adapter(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,9 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "markov_w1.weight", "markov_w2.weight", "_codebook")
 """Ends of the names of matrices with a row for each token."""
+
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +139,10 @@ class TensorStore:
         CheckpointError as `take`."""
         return None
 
-    def refuse_unused(self, *, under: str = "") -> None:
+    def refuse_unused(self, *, under: str = "", drafts: range = range(0)) -> None:
         """Raise CheckpointError for tensors under a prefix that were not taken, except the rotary tables that old
-        checkpoints keep in every layer."""
-        unused = self._files.keys() - self._taken
+        checkpoints keep in every layer, and the layers of these numbers, which are a draft's."""
+        unused = {name for name in self._files.keys() - self._taken if _layer_number(name) not in drafts}
         if extra := sorted(x for x in unused if x.startswith(under) and not x.endswith("rotary_emb.inv_freq")):
             raise CheckpointError(
                 f"{self.folder} has {len(extra)} unexpected tensors{f' under {under}' if under else ''}: "
@@ -174,6 +178,11 @@ class TensorStore:
         if path not in self._shards:
             self._shards[path] = _open_shard(path)
         return self._shards[path]
+
+
+def _layer_number(name: str) -> int | None:
+    found = _LAYER.match(name)
+    return None if found is None else int(found[1])
 
 
 def _kind(dtype: torch.dtype) -> str:
@@ -300,7 +309,10 @@ class ScopedWeights:
             narrow.append(part)
         if len(narrow) == len(names):
             return narrow[0] if len(narrow) == 1 else joined_rows(narrow)
-        weight = self.stacked(names, rows, *columns)
+        return held(self.rounded(self.stacked(names, rows, *columns)))
+
+    def rounded(self, weight: torch.Tensor) -> Weight:
+        """Return the weight of a product: in 8 bits if `quantises`."""
         return Fp8Weight.of(weight) if self.quantises else weight
 
     def refuse_unused(self) -> None:

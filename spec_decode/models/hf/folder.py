@@ -90,14 +90,14 @@ def load_generation_config(folder: Path) -> Any:
     )
 
 
-def check_model(folder: Path, *, fp8: bool = False) -> None:
+def check_model(folder: Path, *, narrow: bool = False) -> None:
     """Raise CheckpointError for a folder that `load_model` rejects before it reads tensors. Call it before anything
-    else is loaded. fp8: do not reject FP8 weights, which this library's layers read."""
+    else is loaded. narrow: do not reject FP8 and MXFP4 weights, which this library's layers read."""
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}. Pass the folder of a downloaded model.")
     config = read_config(folder)
     _require_readable(folder)
-    refuse_quantised(folder, config, fp8=fp8)
+    refuse_quantised(folder, config, narrow=narrow)
     _refuse_other_tasks(folder, config)
     _require_valid_configs(folder)
     check_weights(folder)

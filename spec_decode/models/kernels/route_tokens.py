@@ -62,11 +62,14 @@ class Routing:
             raise ValueError("; ".join(problems))
 
 
-def route_tokens(logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+def route_tokens(
+    logits: torch.Tensor, bias: torch.Tensor, routing: Routing, logit_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weights fp32 [T, k] and experts int64 [T, k], best first.
 
-    logits  fp32 [T, E]
-    bias    fp32 [E]
+    logits      fp32 [T, E]
+    bias        fp32 [E], of the choice
+    logit_bias  fp32 [E], added to the logits, or None
 
     Experts are ranked by score plus bias. Ties between experts, and between groups, go to the lowest index; NaN ranks
     best, so a row of NaN has NaN weights, and its experts are still in 0..E-1. Raises BatchError for another shape,
@@ -74,6 +77,9 @@ def route_tokens(logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> 
     """
     require_tensor("logits", logits, shape=(None, None), dtype=torch.float32, device=logits.device)
     require_tensor("bias", bias, shape=logits.shape[1:], dtype=torch.float32, device=logits.device)
+    if logit_bias is not None:
+        require_tensor("logit_bias", logit_bias, shape=logits.shape[1:], dtype=torch.float32, device=logits.device)
+        logit_bias = logit_bias.contiguous()
     r = routing
     arguments = RouteTokens(
         logits=logits.contiguous(),
@@ -84,13 +90,15 @@ def route_tokens(logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> 
         top_groups=r.top_groups,
         normalised=r.normalised,
         scale=r.scale,
+        logit_bias=logit_bias,
     )
     weights, experts = _route_tokens(*arguments)
     return weights, experts
 
 
 class RouteTokens(NamedTuple):
-    """logits fp32 [T, E] and bias fp32 [E], contiguous; the other fields are those of a `Routing`, already validated.
+    """logits fp32 [T, E], bias and logit_bias fp32 [E], contiguous; the other fields are those of a `Routing`, already
+    validated.
 
     Returns weights fp32 [T, k] and experts int64 [T, k].
     """
@@ -103,13 +111,14 @@ class RouteTokens(NamedTuple):
     top_groups: int
     normalised: bool
     scale: float
+    logit_bias: torch.Tensor | None = None
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         weights, experts = by_row(self._routed, self.logits)
         return weights, experts
 
     def _routed(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        scores = _scores(logits, self.scoring)
+        scores = _scores(logits if self.logit_bias is None else logits + self.logit_bias, self.scoring)
         experts = _best(_among_best_groups(scores + self.bias, self.groups, self.top_groups), self.top_k)
         weights = scores.gather(1, experts)
         if self.normalised:
@@ -129,6 +138,7 @@ class RouteTokens(NamedTuple):
         _route_kernel[(self.logits.shape[0],)](
             logits_ptr=self.logits,
             bias_ptr=self.bias,
+            logit_bias_ptr=self.logit_bias,
             topk_weights_ptr=weights,
             topk_ids_ptr=experts,
             scale=self.scale,
@@ -175,6 +185,7 @@ def _among_best_groups(choice: torch.Tensor, groups: int, top_groups: int) -> to
 def _route_kernel(
     logits_ptr,  # fp32 [T, E]
     bias_ptr,  # fp32 [E]
+    logit_bias_ptr,  # fp32 [E], or None
     topk_weights_ptr,  # out: fp32 [T, k]
     topk_ids_ptr,  # out: int64 [T, k]
     scale,  # of the weights
@@ -202,6 +213,8 @@ def _route_kernel(
     # Padding gets an index that no expert has: its position would give an expert of the next group.
     expert = tl.where(mask, offs_g[:, None] * GROUP_SIZE + offs_s[None, :], GROUPS * GROUP_SIZE)
     logits = tl.load(logits_ptr + token * GROUPS * GROUP_SIZE + expert, mask=mask, other=float("-inf"))
+    if logit_bias_ptr is not None:
+        logits += tl.load(logit_bias_ptr + expert, mask=mask, other=0.0)
     scores = _triton_scores(logits, SCORING)
     choice = _nan_as_best(scores + tl.load(bias_ptr + expert, mask=mask, other=0.0))
     if GROUPS > 1:

@@ -87,8 +87,10 @@ def streamed_groups(
     ends: torch.Tensor,
     tokens: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
     gated: bool = False,
     limit: float | None = None,
+    alpha: float | None = None,
 ) -> torch.Tensor:
     """Multiply rows sorted by group by their group's weight; [M, N].
 
@@ -97,13 +99,16 @@ def streamed_groups(
             silu(gate) * up
     ends    int32 [E]: one past each group's last row; rows from ends[-1] on belong to the last group
     tokens  int64 [M], in 0..T-1: the row of x for each of the M rows; None: the rows are x
-    limit   with gated: silu(min(gate, limit)) * clamp(up, -limit, limit)
+    bias    [E, N] in x's dtype, with a gate [E, 2 N]: added to the product of each group
+    limit   with gated: as in `swiglu`
+    alpha   the same
 
     Only the weights of groups with rows are read, once for every 16 of their rows. Raises BatchError for shapes or
-    dtypes that do not fit, an empty weight and a limit without a gate, before any launch.
+    dtypes that do not fit, an empty weight and a limit or alpha without a gate, before any launch.
     """
     values, scale = operands(weight)
-    return _streamed_linear(*StreamedLinear(x, values, ends, tokens, gated=gated, limit=limit, scale=scale).checked())
+    arguments = StreamedLinear(x, values, ends, tokens, bias, None, gated, limit, scale, alpha)
+    return _streamed_linear(*arguments.checked())
 
 
 class Cut(NamedTuple):
@@ -122,8 +127,9 @@ class Cut(NamedTuple):
 class StreamedLinear(NamedTuple):
     """The arguments of `streamed_linear` and `streamed_groups`; None for an absent one.
 
-    scale: fp32 [N] for a weight in float8_e4m3fn; with a gate [2 N], with ends [E, N] or [E, 2 N]. Returns the result
-    [M, N] in x's dtype.
+    scale: fp32 [N] for a weight in float8_e4m3fn; with a gate [2 N], with ends [E, N] or [E, 2 N]. bias: of the same
+    shapes in x's dtype, with a gate only for groups. alpha: see `swiglu`, only for groups. Returns the result [M, N] in
+    x's dtype.
     """
 
     x: torch.Tensor
@@ -135,6 +141,7 @@ class StreamedLinear(NamedTuple):
     gated: bool = False
     limit: float | None = None
     scale: torch.Tensor | None = None
+    alpha: float | None = None
 
     @property
     def outputs(self) -> int:
@@ -152,12 +159,14 @@ class StreamedLinear(NamedTuple):
         return MAX_GATED_ROWS if self.gated and self.weight.itemsize == 2 else MAX_ROWS
 
     def checked(self) -> StreamedLinear:
-        """Return self. Raises BatchError for tensors that do not fit, an empty weight, or a limit without a gate."""
+        """Return self. Raises BatchError for tensors that do not fit, an empty weight, or a limit or alpha without a
+        gate."""
         x, weight, ends, tokens, bias, residual = self[:6]
-        if self.limit is not None and not self.gated:
-            raise BatchError(
-                f"limit needs a gate, got limit={self.limit} with gated=False. Pass gated=True, or no limit."
-            )
+        for name, value in (("limit", self.limit), ("alpha", self.alpha)):
+            if value is not None and not self.gated:
+                raise BatchError(
+                    f"{name} needs a gate, got {name}={value} with gated=False. Pass gated=True, or no {name}."
+                )
         kind = (x.dtype, x.device)
         if not (
             x.dim() == 2
@@ -169,10 +178,11 @@ class StreamedLinear(NamedTuple):
             and weight.device == x.device
             and is_scaled(weight, self.scale)
             and (self.scale is not None or weight.dtype == x.dtype)
-            and not (self.gated and (bias is not None or weight.shape[-2] % 2))
+            and not (self.gated and ((bias is not None and ends is None) or weight.shape[-2] % 2))
+            and (self.alpha is None or ends is not None)
             and (ends is None or (ends.shape == weight.shape[:1] and ends.dtype == torch.int32))
             and (tokens is None or (ends is not None and tokens.dim() == 1 and tokens.dtype == torch.int64))
-            and (bias is None or (bias.shape == (self.outputs,) and bias.is_contiguous()))
+            and (bias is None or (bias.shape == weight.shape[:-1] and bias.is_contiguous()))
             and (residual is None or (residual.shape == (self.rows, self.outputs) and residual.is_contiguous()))
             and all(each is None or (each.dtype, each.device) == kind for each in (bias, residual))
             and all(each is None or (each.is_contiguous() and each.device == x.device) for each in (ends, tokens))
@@ -202,8 +212,10 @@ class StreamedLinear(NamedTuple):
                 group = groups[t : t + 1]
                 scale = None if self.scale is None else self.scale.index_select(0, group)
                 out[t] = F.linear(x[t : t + 1], widened(self.weight.index_select(0, group), scale)[0])[0]
+            if self.bias is not None:
+                out += self.bias[groups].float()
         if self.gated:
-            out = activated(out, self.limit)
+            out = activated(out, self.limit, self.alpha)
         if self.residual is not None:
             out = self.residual.float() + out
         return out.to(self.x.dtype)
@@ -259,7 +271,7 @@ class StreamedLinear(NamedTuple):
     def multiply(self, out: torch.Tensor, cut: Cut) -> None:
         """Launch the product into `out` [M, N] or, with split-K, its partial sums into fp32 [shares, M, N] (2 N with a
         gate). The plain kernel runs if the operands are not aligned for the bulk copy engine."""
-        x, weight, ends, tokens, bias, residual, gated, limit, scale = self
+        x, weight, ends, tokens, bias, residual, gated, limit, scale, alpha = self
         outputs, (tile, share, shares) = self.outputs, cut
         if is_cut := shares > 1:
             # Gate, bias and residual are applied after the sum of the shares: the kernel treats a gated weight as a
@@ -308,6 +320,7 @@ class StreamedLinear(NamedTuple):
             stride_xm=x.stride(0),
             k_per_share=share,
             limit=limit,
+            alpha=alpha,
             N=outputs,
             K=x.shape[1],
             GROUPS=groups,
@@ -364,13 +377,14 @@ def streamed_kernel(
     scale_ptr,  # of w, or None: fp32 [N], with a gate [2 N]; with ends [E, N] or [E, 2 N]
     ends_ptr,  # int32 [E], one past each group's last row, or None
     tokens_ptr,  # int64 [M], the row of x for each sorted row, or None
-    bias_ptr,  # [N], or None
+    bias_ptr,  # [N], with ends [E, N] or with a gate [E, 2 N]; or None
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
     M,
     stride_xm,  # between rows
     k_per_share,  # inputs per program, a multiple of BLOCK_K
     limit,  # upper bound of the gate, and of up's absolute value; or None
+    alpha,  # see `activate`; or None
     N: tl.constexpr,  # SPLIT_K: all rows of the weight
     K: tl.constexpr,
     GROUPS: tl.constexpr,  # E; 0 without ends
@@ -388,7 +402,7 @@ def streamed_kernel(
 ):
     """y = epilogue(x @ w^T * scale). A program has one tile of outputs and one share of K, for all rows or a group's.
 
-    Epilogue: silu(gate) * up with a gate, else + bias; then + residual. A tile of the weight is loaded once and
+    Epilogue: + bias; with a gate activate(gate, up); then + residual. A tile of the weight is loaded once and
     multiplied by BLOCK_M rows and the BLOCK_M2 rows after them: tile sizes are powers of two, so 80 rows use 64 and 16.
     Grid [tiles of outputs, shares].
 
@@ -424,6 +438,8 @@ def streamed_kernel(
         w_ptr += group.to(tl.int64) * W_ROWS * K
         if scale_ptr is not None:
             scale_ptr += group.to(tl.int64) * W_ROWS
+        if bias_ptr is not None:
+            bias_ptr += group.to(tl.int64) * W_ROWS
     x_rows = offs_m if tokens_ptr is None else tl.load(tokens_ptr + offs_m, mask=offs_m < m_end, other=0)
     w_ptrs = w_ptr + offs_w.to(tl.int64)[:, None] * K
     x_ptrs = x_ptr + x_rows.to(tl.int64)[None, :] * stride_xm
@@ -474,6 +490,7 @@ def streamed_kernel(
         y_ptr=y_ptr,
         M=M,
         limit=limit,
+        alpha=alpha,
         n_start=n_start,
         N=N,
         GATED=GATED,
@@ -491,6 +508,7 @@ def streamed_kernel(
             y_ptr=y_ptr,
             M=M,
             limit=limit,
+            alpha=alpha,
             n_start=n_start,
             N=N,
             GATED=GATED,
@@ -556,11 +574,12 @@ def _store(
     acc,  # fp32 [BLOCK_N, BLOCK_M]
     offs_m,  # [BLOCK_M]
     m_end,  # one past the last row to store
-    bias_ptr,  # [N], or None
+    bias_ptr,  # [N], with a gate [2 N]; or None
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
     M,
     limit,  # upper bound of the gate, and of up's absolute value; or None
+    alpha,  # see `activate`; or None
     n_start,  # the program's first output
     N: tl.constexpr,
     GATED: tl.constexpr,
@@ -583,7 +602,8 @@ def _store(
             # axis: [BLOCK_M, 2, TILE_N] becomes [BLOCK_M, TILE_N, 2].
             halves = tl.permute(tl.reshape(y, (BLOCK_M, 2, TILE_N)), (0, 2, 1))
             y, up = tl.split(halves)
-        epilogue(y, up, bias_ptr, residual_ptr, y_ptr, offs_m.to(tl.int64)[:, None], offs_n, mask, limit, N, GATED)
+        offs_m = offs_m.to(tl.int64)[:, None]
+        epilogue(y, up, bias_ptr, residual_ptr, y_ptr, offs_m, offs_n, mask, limit, N, GATED, alpha)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from builders.kernels.triton_runtime import HAVE_TRITON, await_previous, tl, triton
+from spec_decode.models.kernels.swiglu import activate
 
 if HAVE_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -156,7 +157,7 @@ def prefetch_weight(
 def epilogue(
     y,  # fp32, with the shape of `mask`; with a gate: the gate's
     up,  # with a gate: the same for the up projection
-    bias_ptr,  # [N], or None
+    bias_ptr,  # [N], with a gate [2 N]; or None
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]
     offs_m,  # int64, broadcasts to `mask`
@@ -165,16 +166,15 @@ def epilogue(
     limit,  # upper bound of the gate, and of up's absolute value; or None
     N: tl.constexpr,
     GATED: tl.constexpr,
+    alpha=None,  # see `activate`
 ):
-    """Store silu(y) * up, or y + bias without a gate, plus the residual if there is one."""
+    """Store y + bias, with a gate activate(y + bias, up + bias), plus the residual if there is one."""
     if bias_ptr is not None:
         y += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
     if GATED:
-        if limit is not None:
-            # Comparisons instead of minima, which would turn NaN into a number.
-            y = tl.where(y > limit, limit, y)
-            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        y = y / (1.0 + tl.exp(-y)) * up
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + N + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+        y = activate(y, up, limit, alpha)
     if residual_ptr is not None:
         y += tl.load(residual_ptr + offs_m * N + offs_n, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + offs_m * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask)

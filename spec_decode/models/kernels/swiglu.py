@@ -15,14 +15,17 @@ from spec_decode.model_api.batch_invariance import by_row
 _BLOCK = 1024
 
 
-def swiglu(gate_up: torch.Tensor, limit: float | None = None, gelu: bool = False) -> torch.Tensor:
+def swiglu(
+    gate_up: torch.Tensor, limit: float | None = None, alpha: float | None = None, gelu: bool = False
+) -> torch.Tensor:
     """Return silu(gate) * up, computed in fp32 and rounded once; [T, I].
 
     gate_up  float [T, 2 I], gate first
-    limit    if given, silu(min(gate, limit)) * clamp(up, -limit, limit)
+    limit    if given, gate is min(gate, limit) and up is clamp(up, -limit, limit)
+    alpha    if given, the result is gate * sigmoid(alpha * gate) * (up + 1), as in GPT-OSS
     gelu     GeGLU: gelu(gate) instead of silu(gate), by the formula with tanh (Hendrycks and Gimpel, 2016)
     """
-    arguments = SwiGLU(gate_up, limit, gelu)
+    arguments = SwiGLU(gate_up, limit, alpha, gelu)
     return arguments.reference() if gate_up.requires_grad else _swiglu(*arguments)
 
 
@@ -31,10 +34,11 @@ class SwiGLU(NamedTuple):
 
     gate_up: torch.Tensor
     limit: float | None
+    alpha: float | None = None
     gelu: bool = False
 
     def reference(self) -> torch.Tensor:
-        return by_row(lambda rows: activated(rows.float(), self.limit, self.gelu).to(rows.dtype), self.gate_up)
+        return by_row(lambda x: activated(x.float(), *self[1:]).to(x.dtype), self.gate_up)
 
     def fake(self) -> torch.Tensor:
         return self.gate_up.new_empty(self.gate_up.shape[0], self.gate_up.shape[1] // 2)
@@ -48,6 +52,7 @@ class SwiGLU(NamedTuple):
             n_cols=width,
             stride_gate_up=self.gate_up.stride(0),
             limit=self.limit,
+            alpha=self.alpha,
             GELU=self.gelu,
             BLOCK_SIZE=_BLOCK,
             **dependent_launch(out.device),
@@ -55,12 +60,39 @@ class SwiGLU(NamedTuple):
         return out
 
 
-def activated(gate_up: torch.Tensor, limit: float | None = None, gelu: bool = False) -> torch.Tensor:
+def activated(
+    gate_up: torch.Tensor, limit: float | None = None, alpha: float | None = None, gelu: bool = False
+) -> torch.Tensor:
     """Compute `swiglu` in torch, without rounding."""
     gate, up = gate_up.chunk(2, -1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+    if gelu:
+        return F.gelu(gate, approximate="tanh") * up
+    return F.silu(gate) * up if alpha is None else gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+@triton.jit
+def activate(
+    gate,  # fp32
+    up,  # fp32
+    limit,  # upper bound of the gate, and of up's absolute value; or None
+    alpha,  # see `swiglu`; or None
+    GELU: tl.constexpr = False,  # see `swiglu`
+):
+    """Compute `activated` in a kernel."""
+    if limit is not None:
+        # Comparisons instead of minima, which would turn NaN into a number.
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    exponent = gate
+    if GELU:
+        # gate (1 + tanh z) / 2 = gate / (1 + exp(-2 z)), with z = sqrt(2 / pi) (gate + 0.044715 gate^3)
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    if alpha is not None:
+        exponent = alpha * gate
+        up += 1.0
+    return gate / (1.0 + tl.exp(-exponent)) * up
 
 
 @triton.jit
@@ -69,25 +101,20 @@ def _swiglu_kernel(
     y_ptr,  # out: [T, I]
     n_cols,  # I
     stride_gate_up,  # between rows of gate_up
-    limit,  # upper bound of the gate, and of up's absolute value; or None
-    GELU: tl.constexpr,  # instead of SiLU
+    limit,  # see `activate`
+    alpha,  # see `activate`
+    GELU: tl.constexpr,  # see `activate`
     BLOCK_SIZE: tl.constexpr,  # columns per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """y = silu(gate) * up, or gelu(gate) * up. Grid [T, ceil(I / BLOCK_SIZE)]."""
+    """y = activate(gate, up). Grid [T, ceil(I / BLOCK_SIZE)]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = offs < n_cols
     gate = tl.load(gate_up_ptr + token * stride_gate_up + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + token * stride_gate_up + n_cols + offs, mask=mask, other=0.0).to(tl.float32)
-    if limit is not None:
-        # Comparisons instead of minima, which would turn NaN into a number.
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    # gate (1 + tanh z) / 2 = gate / (1 + exp(-2 z)), with z = sqrt(2 / pi) (gate + 0.044715 gate^3)
-    exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-    y = gate / (1.0 + tl.exp(-exponent)) * up
+    y = activate(gate, up, limit, alpha, GELU)
     tl.store(y_ptr + token * n_cols + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

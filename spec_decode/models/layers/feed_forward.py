@@ -26,6 +26,10 @@ class Names:
     router_bias: str = ""
 
 
+LLAMA_NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj")
+"""The names that most families use."""
+
+
 class FeedForward(nn.Module):
     """down(swiglu(gate_up(x))): gate_up [2 I, H], gate first, and down [H, I]."""
 

@@ -21,7 +21,7 @@ from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.kernels.sigmoid_gate import sigmoid_gate
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.layers.rope import LLAMA_SCALINGS, RopeConfig, read_rope, rope_section
+from spec_decode.models.layers.rope import LLAMA_SCALINGS, RopeConfig, read_rope, read_rotated_dims
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +32,8 @@ class GroupedShape:
     qk_norm      whether each query and key head is normed
     gated        whether the output is gated, with one gate for each query dim
     norm_offset  of the head norms: see RMSNorm.read
+    qkv_bias     whether query, key and value have biases; None: if the checkpoint has one of them
+    out_bias     whether the output projection has one
     """
 
     model: ModelConfig
@@ -39,6 +41,8 @@ class GroupedShape:
     qk_norm: bool
     gated: bool
     norm_offset: float
+    qkv_bias: bool | None = None
+    out_bias: bool = False
 
     def spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
         """Return the attention spec for a cache with this page size."""
@@ -53,14 +57,6 @@ class GroupedShape:
         halves = zip(rotated, others, strict=True) if len(others) == 2 else [(half,) for half in rotated]
         return torch.cat([part for half in halves for part in half])
 
-    def table(self, max_positions: int) -> torch.Tensor:
-        """Return fp32 [max_positions, D] of cos | sin in this order, with angle 0 for unrotated dims. Raises
-        CheckpointError for a table that would be too large."""
-        cos, sin = self.rope.table(max_positions).chunk(2, -1)
-        still = (self.model.head_dim - self.rope.dims) // 2
-        pad = nn.functional.pad
-        return torch.cat([pad(cos, (0, still), value=1.0), pad(sin, (0, still))], -1)
-
 
 def read_grouped_shape(
     config: ConfigReader, eps: float, *, qk_norm: bool, gated: bool, norm_offset: float, rotated: float
@@ -72,9 +68,6 @@ def read_grouped_shape(
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     dim = config.get("head_dim", int, hidden // max(heads, 1))
     theta, scaling = read_rope(config, LLAMA_SCALINGS)
-    for section in (config, rope_section(config)):
-        rotated = section.get("partial_rotary_factor", float, rotated)
-    dims = int(dim * rotated)
     try:
         model = ModelConfig(
             vocab_size=config.get("vocab_size", int),
@@ -93,14 +86,9 @@ def read_grouped_shape(
         raise
     except ValueError as error:
         raise CheckpointError(f"invalid attention in {config.place}: {error}. Restore the file.") from error
-    if dims % 2 or not 2 <= dims <= dim:
-        raise CheckpointError(
-            f"partial_rotary_factor in {config.place} must rotate an even number of 2 to {dim} dims, got "
-            f"{rotated} of {dim}. Restore the file."
-        )
     return GroupedShape(
         model=model,
-        rope=RopeConfig(dims=dims, theta=theta, scaling=scaling),
+        rope=RopeConfig(dims=read_rotated_dims(config, dim, rotated), theta=theta, scaling=scaling),
         qk_norm=qk_norm,
         gated=gated,
         norm_offset=norm_offset,
@@ -124,11 +112,15 @@ class GroupedAttention(nn.Module):
         stored, rows = self._stored_rows().to(weights.device), [count * dim for count in heads]
         self.project_in = held(weights.product([f"{part}_proj.weight" for part in "qkv"], rows, hidden)[stored])
         self.bias = None
-        if any(weights.has(f"{part}_proj.bias") for part in "qkv"):
+        found = any(weights.has(f"{part}_proj.bias") for part in "qkv")
+        if found if shape.qkv_bias is None else shape.qkv_bias:
             self.bias = frozen(weights.stacked([f"{part}_proj.bias" for part in "qkv"], rows)[stored])
         self.q_norm = self._read_norm(weights, "q_norm.weight") if shape.qk_norm else None
         self.k_norm = self._read_norm(weights, "k_norm.weight") if shape.qk_norm else None
-        self.out = weights.product(["o_proj.weight"], [hidden], shape.model.num_q_heads * dim)
+        num_heads = shape.model.num_q_heads
+        self.out = weights.product(["o_proj.weight"], [hidden], num_heads * dim)
+        self.out_bias = weights.parameter("o_proj.bias", hidden) if shape.out_bias else None
+        self.sinks = weights.parameter("sinks", num_heads, dtype=torch.float32) if shape.model.sinks else None
 
     def _stored_rows(self) -> torch.Tensor:
         """int64: the row among the checkpoint's query, key and value of each row of project_in. A head's gate follows
@@ -163,9 +155,9 @@ class GroupedAttention(nn.Module):
         query, key, value, *gate = rows.split(heads, 1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query)[1], self.k_norm(key)[1]
-        attended = attention(AttentionInputs(layer, query, key, value, rope=rope)).flatten(1)
+        attended = attention(AttentionInputs(layer, query, key, value, rope=rope, sinks=self.sinks)).flatten(1)
         attended = attended if keep is None else keep(attended)
         if gate:
             opened = gate[0].flatten(1)
             attended = sigmoid_gate(attended, opened if keep is None else keep(opened))
-        return linear(attended, self.out)
+        return linear(attended, self.out, self.out_bias)

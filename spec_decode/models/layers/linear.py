@@ -139,30 +139,54 @@ MAX_STREAMED_ROWS = 1024
 """Up to this many sorted rows, weights are streamed; above it, groups are so large that torch's kernel is as fast."""
 
 
-def grouped_linear(rows: torch.Tensor, weight: Weight, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply rows [R, K], sorted by group, by their group's weight: row @ weight[e].T for group e, [R, N].
+def grouped_linear(
+    rows: torch.Tensor, weight: Weight, ends: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply rows [R, K], sorted by group, by their group's weight: row @ weight[e].T + bias[e] for group e, [R, N].
 
-    weight: [E, N, K] in the rows' dtype or in 8 bits. ends: int32 [E], one past each group's last row. The work has a
-    fixed shape, so a graph can hold it. Only the weights of groups with rows are read: by torch's grouped matmul once,
-    for many rows on Hopper and Blackwell, else by a kernel once for every 16 rows of a group. Many rows of an 8-bit
-    weight are rounded to 8 bits.
+    weight: [E, N, K] in the rows' dtype or in 8 bits. bias: [E, N] in the rows' dtype, or None. ends: int32 [E], one
+    past each group's last row. The work has a fixed shape, so a graph can hold it. Only the weights of groups with rows
+    are read: by torch's grouped matmul once, for many rows on Hopper and Blackwell, else by a kernel once for every 16
+    rows of a group. Many rows of an 8-bit weight are rounded to 8 bits.
     """
     if is_batch_invariant():
-        return batch_invariant_linear(rows[:, None], weight, ends)[:, 0]
-    if _is_narrow(weight, rows, rows):
-        return narrow_groups(rows, weight, ends)
-    return _grouped_mm(rows, weight, ends) if _is_grouped_mm(weight, rows) else streamed_groups(rows, weight, ends)
+        out = batch_invariant_linear(rows[:, None], weight, ends)[:, 0]
+    elif _is_narrow(weight, rows, rows):
+        out = narrow_groups(rows, weight, ends)
+    elif _is_grouped_mm(weight, rows):
+        out = _grouped_mm(rows, weight, ends)
+    else:
+        return streamed_groups(rows, weight, ends, bias=bias)
+    return _biased(out, ends, bias)
 
 
 def grouped_gated_linear(
-    x: torch.Tensor, tokens: torch.Tensor, weight: Weight, ends: torch.Tensor, limit: float | None = None
+    x: torch.Tensor,
+    tokens: torch.Tensor,
+    weight: Weight,
+    ends: torch.Tensor,
+    limit: float | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    alpha: float | None = None,
 ) -> torch.Tensor:
-    """Return swiglu(grouped_linear(x[tokens], weight, ends), limit), [R, N]. tokens: int64 [R]; weight: [E, 2 N, K]."""
+    """Return swiglu(grouped_linear(x[tokens], weight, ends, bias), limit, alpha), [R, N].
+
+    tokens: int64 [R]; weight: [E, 2 N, K]; bias: [E, 2 N] or None.
+    """
     if is_batch_invariant() or _is_grouped_mm(weight, tokens):
-        return swiglu(grouped_linear(x[tokens], weight, ends), limit)
+        return swiglu(grouped_linear(x[tokens], weight, ends, bias), limit, alpha)
     if _is_narrow(weight, x, tokens):
-        return swiglu(narrow_groups(x, weight, ends, tokens), limit)
-    return streamed_groups(x, weight, ends, tokens, gated=True, limit=limit)
+        return swiglu(_biased(narrow_groups(x, weight, ends, tokens), ends, bias), limit, alpha)
+    return streamed_groups(x, weight, ends, tokens, bias=bias, gated=True, limit=limit, alpha=alpha)
+
+
+def _biased(rows: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Add their group's bias to sorted rows [R, N]."""
+    if bias is None:
+        return rows
+    row = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+    return rows + bias[torch.searchsorted(ends[:-1], row, right=True)]
 
 
 def _is_narrow(weight: Weight, x: torch.Tensor, rows: torch.Tensor) -> TypeGuard[Fp8Weight]:

@@ -6,7 +6,7 @@ unless stated otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -19,20 +19,41 @@ from spec_decode.models.kernels.fp8_weight import Weight, empty_stack, fill, ope
 from spec_decode.models.kernels.order_by_expert import order_by_expert
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.skinny_linear import wide_linear
-from spec_decode.models.layers.feed_forward import FeedForward, GatedFeedForward, Names, read_dense, read_gate_up_down
+from spec_decode.models.layers.feed_forward import (
+    LLAMA_NAMES,
+    FeedForward,
+    GatedFeedForward,
+    Names,
+    read_dense,
+    read_gate_up_down,
+)
 from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linear
 
 
 class Experts(nn.Module):
-    """E feed-forwards, k of them for each token: gate_up [E, 2 I, H] and down [E, H, I]."""
+    """E feed-forwards, k of them for each token: gate_up [E, 2 I, H] and down [E, H, I].
+
+    limit, alpha: of the activation, as in `swiglu`. gate_up_bias [E, 2 I] and down_bias [E, H]: None without biases.
+    """
 
     gate_up: Weight
     down: Weight
 
-    def __init__(self, gate_up: Weight, down: Weight, limit: float | None = None) -> None:
+    def __init__(
+        self,
+        gate_up: Weight,
+        down: Weight,
+        limit: float | None = None,
+        *,
+        alpha: float | None = None,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.gate_up, self.down = held(gate_up), held(down)
-        self.limit = limit
+        self.limit, self.alpha = limit, alpha
+        self.gate_up_bias = None if gate_up_bias is None else frozen(gate_up_bias)
+        self.down_bias = None if down_bias is None else frozen(down_bias)
 
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, shared: torch.Tensor | None
@@ -43,25 +64,35 @@ class Experts(nn.Module):
         k T) experts: memory traffic grows with T until every expert has a row.
         """
         tokens, places, ends = order_by_expert(experts, self.gate_up.shape[0])
-        inner = grouped_gated_linear(x, tokens, self.gate_up, ends, self.limit)
-        rows = grouped_linear(inner, self.down, ends)
+        bias, alpha = self.gate_up_bias, self.alpha
+        inner = grouped_gated_linear(x, tokens, self.gate_up, ends, self.limit, bias=bias, alpha=alpha)
+        rows = grouped_linear(inner, self.down, ends, self.down_bias)
         return combine_experts(rows, weights, places, shared)
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts plus an optional shared expert: router fp32 [E, H] with bias fp32 [E]."""
+    """Routed experts plus an optional shared expert: router fp32 [E, H], with fp32 [E] the bias of the choice and
+    optionally logit_bias of the logits."""
 
     def __init__(
-        self, routing: Routing, router: torch.Tensor, bias: torch.Tensor, experts: Experts, shared: FeedForward | None
+        self,
+        routing: Routing,
+        router: torch.Tensor,
+        bias: torch.Tensor,
+        experts: Experts,
+        shared: FeedForward | None = None,
+        *,
+        logit_bias: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.routing = routing
         self.router, self.bias = frozen(router), frozen(bias)
         self.experts, self.shared = experts, shared
+        self.logit_bias = None if logit_bias is None else frozen(logit_bias)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return [T, H] for x [T, H], plus the residual [T, H] if given."""
-        weights, experts = route_tokens(wide_linear(x, self.router), self.bias, self.routing)
+        weights, experts = route_tokens(wide_linear(x, self.router), self.bias, self.routing, self.logit_bias)
         shared = residual if self.shared is None else self.shared(x, residual)
         out: torch.Tensor = self.experts(x, weights, experts, shared)
         return out
@@ -124,7 +155,22 @@ def read_mixture(shape: MixtureShape, weights: ScopedWeights, names: Names) -> M
     return MixtureOfExperts(shape.routing, router, bias, _read_experts(shape, weights, names), shared)
 
 
-def read_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names) -> MixtureOfExperts:
+def read_deepseek_feed_forward(
+    config: ConfigReader, weights: ScopedWeights, layer: int
+) -> FeedForward | MixtureOfExperts:
+    """Read the feed-forward of a layer in the layout of DeepSeek-V3 and GLM-4.5, whose config says by the layer's index
+    whether it is dense or a mixture with sigmoid routing, a bias of the choice and a shared expert. Raises
+    CheckpointError."""
+    hidden = config.get("hidden_size", int)
+    first, every = config.get("first_k_dense_replace", int, 0), config.get("moe_layer_freq", int, 1)
+    routed = config.optional("n_routed_experts", int) is not None
+    if routed and layer >= first and layer % max(every, 1) == 0:
+        mixture = read_mixture_shape(config, hidden, scoring="sigmoid")
+        return read_mixture(mixture, weights, replace(LLAMA_NAMES, router_bias="gate.e_score_correction_bias"))
+    return read_dense(weights, LLAMA_NAMES, hidden, config.get("intermediate_size", int), None)
+
+
+def read_qwen_mixture(config: ConfigReader, weights: ScopedWeights) -> MixtureOfExperts:
     """Read a Qwen mixture: softmax routing, without a shared expert.
 
     Raises CheckpointError for an impossible routing.
@@ -138,16 +184,15 @@ def read_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names
         "norm_topk_prob": config.get("norm_topk_prob", bool, True),
     }
     hidden = config.get("hidden_size", int)
-    return read_mixture(
-        read_mixture_shape(ConfigReader(fields, config.place), hidden, scoring="softmax"), weights, names
-    )
+    shape = read_mixture_shape(ConfigReader(fields, config.place), hidden, scoring="softmax")
+    return read_mixture(shape, weights, LLAMA_NAMES)
 
 
-def read_shared_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names) -> MixtureOfExperts:
+def read_shared_qwen_mixture(config: ConfigReader, weights: ScopedWeights) -> MixtureOfExperts:
     """As `read_qwen_mixture`, with a gated shared expert."""
     hidden, shared = config.get("hidden_size", int), config.get("shared_expert_intermediate_size", int)
-    mixture = read_qwen_mixture(config, weights, names)
-    gate_up, down = read_gate_up_down(weights.under("shared_expert."), names, hidden, shared)
+    mixture = read_qwen_mixture(config, weights)
+    gate_up, down = read_gate_up_down(weights.under("shared_expert."), LLAMA_NAMES, hidden, shared)
     mixture.shared = GatedFeedForward(weights.take("shared_expert_gate.weight", 1, hidden), gate_up, down)
     return mixture
 

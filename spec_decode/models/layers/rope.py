@@ -68,8 +68,9 @@ class RopeConfig:
     theta: float
     scaling: Scaling | None = None
 
-    def table(self, max_positions: int) -> torch.Tensor:
-        """Return fp32 [max_positions, dims] of cos | sin. Raises CheckpointError for an unreasonably large table."""
+    def table(self, max_positions: int, head_dim: int | None = None) -> torch.Tensor:
+        """Return fp32 [max_positions, dims] of cos | sin, or with head_dim D [max_positions, D], with angle 0 for
+        unrotated dims. Raises CheckpointError for an unreasonably large table."""
         if not 0 < max_positions * self.dims <= _MAX_TABLE:
             raise CheckpointError(
                 f"max_position_embeddings times the {self.dims} rotated dims must be 1 to {_MAX_TABLE}, got "
@@ -80,7 +81,9 @@ class RopeConfig:
         if self.scaling is not None:
             frequencies, amplitude = self.scaling.scaled(frequencies), self.scaling.amplitude
         angle = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequencies
-        return (torch.cat([angle.cos(), angle.sin()], -1) * amplitude).float()
+        cos, sin, still = angle.cos() * amplitude, angle.sin() * amplitude, ((head_dim or self.dims) - self.dims) // 2
+        pad = nn.functional.pad
+        return torch.cat([pad(cos, (0, still), value=1.0), pad(sin, (0, still))], -1).float()
 
 
 class Rotary(nn.Module):
@@ -107,7 +110,7 @@ class RotaryEmbedding(Rotary):
 
     def __init__(self, config: ModelConfig, scaling: Scaling | None = None) -> None:
         rope = RopeConfig(dims=config.rotary_dim, theta=config.rope_theta, scaling=scaling)
-        super().__init__(_placed_table(rope, config.max_positions))
+        super().__init__(_placed_table(rope, config))
 
 
 class WindowRotary(RotaryEmbedding):
@@ -120,7 +123,7 @@ class WindowRotary(RotaryEmbedding):
     ) -> None:
         """window: the rotation in the layers for which `windows`, which has an entry for each, is not None."""
         super().__init__(config, scaling)
-        self.register_buffer("window_table", _placed_table(window, config.max_positions), persistent=False)
+        self.register_buffer("window_table", _placed_table(window, config), persistent=False)
         self.windowed = [each is not None for each in windows]
 
     def of_layers(self, positions: torch.Tensor, num_layers: int) -> Sequence[Rope]:
@@ -129,9 +132,9 @@ class WindowRotary(RotaryEmbedding):
         return [window if windowed else full for windowed in self.windowed]
 
 
-def _placed_table(rope: RopeConfig, max_positions: int) -> torch.Tensor:
+def _placed_table(rope: RopeConfig, config: ModelConfig) -> torch.Tensor:
     with torch.device("cpu"):
-        table = rope.table(max_positions)
+        table = rope.table(config.max_positions, config.head_dim if config.latent is None else None)
     device = torch.empty(0).device
     return table if device.type == "meta" else table.to(device)
 
@@ -166,6 +169,20 @@ def read_rope(config: ConfigReader, scalings: Mapping[str, ScalingReader]) -> tu
     return theta, scalings[kind](section, theta)
 
 
+def read_rotated_dims(config: ConfigReader, head_dim: int, fraction: float) -> int:
+    """Read how many dims of a head are rotated. fraction: of a head, if the file does not say. Raises
+    CheckpointError."""
+    for section in (config, rope_section(config)):
+        fraction = section.get("partial_rotary_factor", float, fraction)
+    dims = int(head_dim * fraction)
+    if dims % 2 or not 2 <= dims <= head_dim:
+        raise CheckpointError(
+            f"partial_rotary_factor in {config.place} must rotate an even number of 2 to {head_dim} dims, got "
+            f"{fraction} of {head_dim}. Restore the file."
+        )
+    return dims
+
+
 def _read_llama3(section: ConfigReader, _: float) -> Llama3Scaling:
     low, high = section.positive("low_freq_factor"), section.positive("high_freq_factor")
     if not low < high:
@@ -187,7 +204,8 @@ class Yarn:
     than beta_fast times are kept, and those in between are interpolated.
 
     mscale and mscale_all_dim are DeepSeek's: mscale scales the rotated dims and mscale_all_dim whole heads, each
-    relative to the other. attention_factor: the amplitude, instead of the one that follows from factor.
+    relative to the other. attention_factor: the amplitude, instead of the one that follows from factor. truncate:
+    whether the first and last pairs to interpolate are rounded to whole ones.
     """
 
     theta: float
@@ -198,6 +216,7 @@ class Yarn:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     attention_factor: float | None = None
+    truncate: bool = True
 
     def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
         """See `Scaling`."""
@@ -206,8 +225,10 @@ class Yarn:
         def pair_index(turns: float) -> float:
             return half * math.log(self.original_positions / (2 * math.pi * turns)) / math.log(self.theta)
 
-        first = max(math.floor(pair_index(self.beta_fast)), 0)
-        last = min(math.ceil(pair_index(self.beta_slow)), 2 * half - 1)
+        first, last = pair_index(self.beta_fast), pair_index(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
         width = last - first or 0.001
         share = ((torch.arange(half, dtype=frequencies.dtype) - first) / width).clamp(0, 1)
         return frequencies * (1 - share + share / self.factor)
@@ -247,7 +268,6 @@ def _read_yarn(section: ConfigReader, theta: float) -> Yarn:
             f"factor and original_max_position_embeddings in {section.place} must be at least 1, got {factor} and "
             f"{original}, and rope_theta above 1, got {theta}. Restore the file."
         )
-    section.require("truncate", True)
     # Either alone has no meaning but to DeepSeek.
     mscales = {name: section.get(name, float, 0.0) for name in ("mscale", "mscale_all_dim")}
     return Yarn(
@@ -257,6 +277,7 @@ def _read_yarn(section: ConfigReader, theta: float) -> Yarn:
         beta_fast=section.positive("beta_fast", 32.0),
         beta_slow=section.positive("beta_slow", 1.0),
         attention_factor=section.optional("attention_factor", float),
+        truncate=section.get("truncate", bool, True),
         **(mscales if all(mscales.values()) else {}),
     )
 
@@ -265,6 +286,7 @@ def _read_latent_yarn(section: ConfigReader, theta: float) -> Yarn:
     mscale, mscale_all_dim = section.get("mscale", float, 1.0), section.get("mscale_all_dim", float, 0.0)
     plain = replace(_read_yarn(section, theta), attention_factor=None)
     yarn = replace(plain, mscale=mscale, mscale_all_dim=mscale_all_dim)
+    section.require("truncate", True)
     section.require("attention_factor", yarn.amplitude)
     return yarn
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from builders import BatchError
 from spec_decode.cli.main import main
@@ -34,6 +35,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def folder(kind: str, draft: bool = False) -> Path:
+        if draft and kind.startswith("glm"):
+            return with_prediction_layer(folder(kind))
         path, model = tmp_path_factory.mktemp(kind), make_model(kind)
         if draft:
             model.model.norm.weight.data.add_(0.2)
@@ -42,6 +45,18 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         model.save_pretrained(path)
         return path
 
+    return folder
+
+
+def with_prediction_layer(folder: Path) -> Path:
+    """Add a draft layer, a copy of the last one that reads the state alone, as GLM publishes it with the target."""
+    path, block = folder / "model.safetensors", "model.layers.4."
+    tensors = load_file(path)
+    norm = tensors["model.norm.weight"]
+    copied = {n.replace(".3.", ".4.", 1): t.clone() for n, t in tensors.items() if n.startswith("model.layers.3.")}
+    fuse = torch.cat([torch.zeros(len(norm), len(norm)), torch.eye(len(norm))], 1)
+    norms = {f"{block}{name}.weight": norm.clone() for name in ("enorm", "hnorm", "shared_head.norm")}
+    save_file({**tensors, **copied, **norms, f"{block}eh_proj.weight": fuse}, path, {"format": "pt"})
     return folder
 
 
@@ -80,7 +95,7 @@ def test_trees_and_verifications_generate_the_plain_text(settings: Any, folder_o
     assert texts(drafted) == texts(LLM(target, device="cpu"))
 
 
-@pytest.mark.parametrize("kind", ["llama-3", "qwen2-window", "qwen3-moe", "gemma-3", "olmo-3"])
+@pytest.mark.parametrize("kind", ["llama-3", "qwen2-window", "glm-4.5", "gpt-oss", "gemma-3", "olmo-3"])
 def test_batch_invariant_logprobs_do_not_depend_on_other_prompts(kind: str, folder_of: Any) -> None:
     llm = LLM(folder_of(kind), device="cpu", batch_invariant=True, max_logprobs=3)
     params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=3)

@@ -81,6 +81,31 @@ GRANITE = {
     "attention_multiplier": 0.3,
     "logits_scaling": 3.0,
 }
+SIGMOID = {
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 2,
+}
+OSS_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "truncate": False,
+}
+OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "rope_parameters": OSS_YARN,
+    "swiglu_limit": 0.5,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2": ("Llama", {"num_key_value_heads": 4}),
     "llama-3": ("Llama", {"rope_parameters": LLAMA3}),
@@ -117,6 +142,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", MIXTURE),
     "qwen3-moe-some-dense": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": False, "mlp_only_layers": [0]}),
     "qwen3-moe-every-other": ("Qwen3Moe", {**MIXTURE, "decoder_sparse_step": 2, **SLIDES}),
+    "qwen3-yarn-plain": ("Qwen3", {"rope_parameters": {**OSS_YARN, "truncate": True}}),
+    "gpt-oss": ("GptOss", OSS),
+    "gpt-oss-plain": ("GptOss", {**OSS, "attention_bias": False, "layer_types": [FULL, FULL, SLIDING, FULL]}),
+    "glm-4.5": ("Glm4Moe", {**SIGMOID, "n_group": 3, "topk_group": 2, "attention_bias": True, "use_qk_norm": True}),
+    "glm-4.5-air": ("Glm4Moe", {**SIGMOID, "norm_topk_prob": False}),
 }
 
 
@@ -131,8 +161,8 @@ def make_model(kind: str, **changes: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith(("bias", "sinks")):
                 parameter.data.normal_()
             elif name.endswith("norm.weight"):
                 parameter.data.add_(0.3 * torch.randn(parameter.shape))
@@ -263,7 +293,14 @@ FOREIGN = {
     "qkv_bias": [True, False],
     "use_qk_norm": [True, False],
     "unk_token_id": [0],
-    "num_nextn_predict_layers": [1],
+    "num_nextn_predict_layers": [1, 3],
+    "num_mtp_layers": [0],
+    "moe_layer_freq": [2],
+    "scoring_func": ["softmax"],
+    "swiglu_limit": [0.1],
+    "swiglu_alpha": [1.0],
+    "experts_per_token": [1],
+    "initial_context_length": [8],
     "attention_dropout": [0.5],
     "eos_token_id": [3, [3, 4]],
     "torch_dtype": ["bfloat16"],
@@ -282,14 +319,15 @@ ROPE = {
     "original_max_position_embeddings": [32, None],
     "attention_factor": [2.0],
     "beta_fast": [8.0],
-    "beta_slow": [1.5],
+    "beta_slow": [1.5, 64.0],
     "mscale": [0.5],
-    "truncate": [False],
+    "mscale_all_dim": [2.0],
+    "truncate": [True, False, None],
     "partial_rotary_factor": [0.5, 1.0],
     "no_such_field": [1],
 }
 MUTATED = (
-    "llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe",
+    "llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe", "glm-4.5", "gpt-oss",
     "phi-3-window", "gemma-3", "olmo-2", "olmo-3", "granite",
 )  # fmt: skip
 ABSENT = object()
@@ -384,6 +422,7 @@ OLDER = {
     "qwen2-window": ("rope_theta", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     "olmo-3": ("rope_theta", "rope_scaling"),
     "gemma-3": ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern", "tie_word_embeddings"),
+    "gpt-oss": ("rope_theta", "rope_scaling", "swiglu_alpha", "layer_types", "num_experts"),
     "qwen3-moe": ("num_experts", "mlp_only_layers", "decoder_sparse_step"),
 }
 
@@ -432,6 +471,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-3-mini": ("phi-3-window", {"rope_scaling": None, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
                                     "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}),
     "Gemma-3": ("gemma-3", {"cache_implementation": "hybrid", "final_logit_softcapping": None}),
+    "GPT-OSS": ("gpt-oss", {"experts_per_token": 2, "initial_context_length": 4096, "router_aux_loss_coef": 0.9}),
+    "GLM-4.5": ("glm-4.5", {"partial_rotary_factor": 0.5, "rope_scaling": None, "torch_dtype": "bfloat16"}),
     "Qwen3-Coder": ("qwen3-moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
 }  # fmt: skip
 """Fields of published files of these families, beside those that the library writes today."""

@@ -41,13 +41,14 @@ def noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def route(logits, bias, **routing):
-    return route_tokens(logits, bias, Routing(num_experts=logits.shape[1], **{**PLAIN, **routing}))
+def route(logits, bias, logit_bias=None, **routing):
+    return route_tokens(logits, bias, Routing(num_experts=logits.shape[1], **{**PLAIN, **routing}), logit_bias)
 
 
-def assert_routed(logits, bias, **routing):
-    weights, experts = route(logits, bias, **routing)
-    wanted = [_route_one(row, bias.tolist(), **{**PLAIN, **routing}) for row in logits.tolist()]
+def assert_routed(logits, bias, logit_bias=None, **routing):
+    weights, experts = route(logits, bias, logit_bias, **routing)
+    raised = logits if logit_bias is None else logits + logit_bias
+    wanted = [_route_one(row, bias.tolist(), **{**PLAIN, **routing}) for row in raised.tolist()]
     assert experts.tolist() == [chosen for _, chosen in wanted]
     torch.testing.assert_close(weights, torch.tensor([shares for shares, _ in wanted]), rtol=3e-6, atol=0)
 

@@ -7,8 +7,11 @@ import torch
 from spec_decode.models.kernels.fp8_weight import Fp8Weight, operands
 from spec_decode.models.kernels.streamed_linear import StreamedLinear
 
-FORMS = ("plain", "bias", "residual", "gated", "gated_limit", "groups", "gated_groups")
-LIMIT = 0.7
+FORMS = (
+    "plain", "bias", "residual", "gated", "gated_limit", "groups", "biased_groups", "gated_groups",
+    "gated_biased_groups",
+)  # fmt: skip
+LIMIT, ALPHA = 0.7, 1.7
 GROUPS = 5
 
 
@@ -32,7 +35,10 @@ def make_arguments(form, rows, n, k, dtype=torch.float32, group_of=None):
     ends = (torch.tensor(group_of)[None] <= torch.arange(GROUPS)[:, None]).sum(1).int()
     tokens = torch.randint(3, (rows,), generator=generator) if gated else None
     x, weight = draw(3 if gated else rows, k), draw(GROUPS, height, k, scale=k**-0.5)
-    return StreamedLinear(x, weight, ends, tokens, None, None, gated, limit)
+    biased = "biased" in form
+    bias = draw(GROUPS, height) if biased else None
+    alpha = ALPHA if gated and biased else None
+    return StreamedLinear(x, weight, ends, tokens, bias, None, gated, limit, None, alpha)
 
 
 def in_8_bits(arguments):
@@ -44,7 +50,7 @@ def in_8_bits(arguments):
 
 def exact(arguments):
     """Return the result in float64, row by row."""
-    x, weight, ends, tokens, bias, residual, gated, limit, scale = arguments
+    x, weight, ends, tokens, bias, residual, gated, limit, scale, alpha = arguments
     rows = (x if tokens is None else x[tokens]).double()
     weight = weight.double() if scale is None else weight.double() * scale.double()[..., None]
     if ends is None:
@@ -53,13 +59,14 @@ def exact(arguments):
         starts = [0, *ends.tolist()[:-1]]
         group_of = [max(e for e, start in enumerate(starts) if start <= row) for row in range(len(rows))]
         out = torch.stack([weight[e] @ row for e, row in zip(group_of, rows, strict=True)])
+        bias = None if bias is None else bias[group_of]
     if bias is not None:
         out = out + bias.double()
     if gated:
         gate, up = out.chunk(2, 1)
         if limit is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        out = gate / (1 + (-gate).exp()) * up
+        out = gate / (1 + (-(alpha or 1.0) * gate).exp()) * (up if alpha is None else up + 1)
     return out if residual is None else out + residual.double()
 
 

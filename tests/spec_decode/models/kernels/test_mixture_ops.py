@@ -23,6 +23,7 @@ from tests.spec_decode.models.kernels.mixture_oracle import (
 @pytest.mark.parametrize(("experts", "routing"), ROUTINGS.values(), ids=ROUTINGS)
 def test_tokens_take_best_experts_of_best_groups(experts, routing):
     assert_routed(noise(9, experts), noise(experts, seed=1) / 2, **routing)
+    assert_routed(noise(9, experts), noise(experts, seed=1) / 2, noise(experts, seed=2), **routing)
 
 
 def test_ties_take_the_first_experts():
@@ -57,6 +58,7 @@ def test_expert_outputs_are_summed_and_rounded_once(dtype, shared):
 
 REFUSED = {
     "logits must be torch.float32": lambda: route(noise(2, 8).half(), torch.zeros(8)),
+    "logit_bias must be torch.float32 [8]": lambda: route(noise(2, 8), torch.zeros(8), torch.zeros(8).half()),
     "bias must be torch.float32 [8]": lambda: route(noise(2, 8), torch.zeros(7)),
     "experts must be torch.int64": lambda: order_by_expert(torch.zeros(2, 3, dtype=torch.int32), 4),
     "got 0 of 4": lambda: order_by_expert(torch.zeros(2, 0, dtype=torch.int64), 4),

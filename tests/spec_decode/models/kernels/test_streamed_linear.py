@@ -38,11 +38,11 @@ H200 = Room(num_sms=132, shared_memory=232448)
 
 def call(arguments):
     """By the public function of the form."""
-    x, weight, ends, tokens, bias, residual, gated, limit, scale = arguments
+    x, weight, ends, tokens, bias, residual, gated, limit, scale, alpha = arguments
     weight = weight if scale is None else Fp8Weight(weight, scale)
     if ends is None:
         return streamed_linear(x, weight, bias, residual, gated=gated, limit=limit)
-    return streamed_groups(x, weight, ends, tokens, gated=gated, limit=limit)
+    return streamed_groups(x, weight, ends, tokens, bias=bias, gated=gated, limit=limit, alpha=alpha)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -147,6 +147,7 @@ MISFITS = {
     "ends of another dtype": ({"ends": ENDS.long()}, r"ends torch.int64 \[2\]"),
     "tokens of another dtype": ({"ends": ENDS, "tokens": torch.zeros(3).int()}, r"tokens torch.int32 \[3\]"),
     "no weights": ({"ends": ENDS[:0], "weight": torch.zeros(0, 4, 8)}, r"weight torch.float32 \[0, 4, 8\]"),
+    "one bias for groups": ({"ends": ENDS, "bias": torch.zeros(4)}, r"bias torch.float32 \[4\]"),
     "one weight for groups": ({"ends": ENDS, "weight": torch.zeros(4, 8)}, r"weight torch.float32 \[4, 8\]"),
 }
 
@@ -158,10 +159,10 @@ def test_misfit_tensors_are_named(change, message):
         function(**{"x": torch.zeros(3, 8), "weight": torch.zeros(*height, 8), **change})
 
 
-@pytest.mark.parametrize("groups", [False, True])
-def test_a_limit_without_a_gate_is_refused(groups):
-    arguments = make_arguments("groups" if groups else "plain", 3, 4, 8)._replace(limit=LIMIT)
-    with pytest.raises(BatchError, match=r"got limit=0\.7 with gated=False\. Pass gated=True"):
+@pytest.mark.parametrize(("form", "name"), [("plain", "limit"), ("groups", "limit"), ("groups", "alpha")])
+def test_an_activation_without_a_gate_is_refused(form, name):
+    arguments = make_arguments(form, 3, 4, 8)._replace(**{name: LIMIT})
+    with pytest.raises(BatchError, match=rf"got {name}=0\.7 with gated=False\. Pass gated=True, or no {name}"):
         call(arguments)
 
 

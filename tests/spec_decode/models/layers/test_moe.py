@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from spec_decode.model_api.batch_invariance import batch_invariance
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.swiglu import swiglu
 from spec_decode.models.layers import linear as products
@@ -69,9 +70,26 @@ def test_invalid_routing_is_rejected(message, changes):
 GROUPS = pytest.mark.parametrize("ends", [[0, 3, 3, 7], [0, 0, 7, 7], [7, 7, 7, 7], [1, 2, 3, 7]], ids=str)
 
 
-def plain_products(rows, weight, ends):
-    starts = [0, *ends[:-1]]
-    return torch.cat([rows[a:b] @ weight[group].T for group, (a, b) in enumerate(zip(starts, ends, strict=True))])
+def plain_products(rows, weight, ends, bias=None):
+    starts, bias = [0, *ends[:-1]], [0.0] * len(ends) if bias is None else bias
+    groups = enumerate(zip(starts, ends, strict=True))
+    return torch.cat([rows[a:b] @ weight[group].T + bias[group] for group, (a, b) in groups])
+
+
+@pytest.mark.parametrize("path", ["streamed", "grouped_mm", "batch_invariant"])
+@GROUPS
+def test_rows_use_bias_of_their_group(ends, path, monkeypatch):
+    monkeypatch.setattr(products, "_is_grouped_mm", lambda weight, rows: path == "grouped_mm")
+    monkeypatch.setattr(products, "_grouped_mm", lambda rows, weight, _: plain_products(rows, weight, ends))
+    rows, weight, bias, ends_of = noise(7, 8), noise(4, 16, 8, seed=1), noise(4, 16, seed=2), torch.tensor(ends).int()
+    wanted = plain_products(rows, weight, ends, bias)
+    with batch_invariance(path == "batch_invariant"):
+        found = products.grouped_linear(rows, weight, ends_of, bias)
+        gated = products.grouped_gated_linear(rows, torch.arange(7), weight, ends_of, 0.5, bias=bias, alpha=1.7)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    gate, up = wanted.chunk(2, -1)
+    gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
+    torch.testing.assert_close(gated, gate * torch.sigmoid(1.7 * gate) * (up + 1), rtol=1e-5, atol=1e-5)
 
 
 @GROUPS
