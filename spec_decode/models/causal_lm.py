@@ -1,4 +1,4 @@
-"""Causal language models in the layout of `transformers`, as targets and as drafts: Llama, Mistral and Qwen."""
+"""Causal language models in the layout of `transformers`, as targets and as drafts."""
 
 from __future__ import annotations
 

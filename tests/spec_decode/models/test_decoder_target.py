@@ -193,7 +193,7 @@ def test_tied_head_shares_the_embeddings_storage() -> None:
     assert untied.output_projection.data_ptr() != untied.embed.weight.data_ptr()
 
 
-@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe", "gpt-oss"])
 def test_draft_and_target_of_one_folder_agree(kind: str) -> None:
     target = load(folder_of(kind))
     draft = load_draft(folder_of(kind), target, dtype=torch.float32)
