@@ -251,7 +251,7 @@ def test_gemma_rounds_its_embeddings_and_norms_as_transformers_does(tmp_path: Pa
     assert torch.equal(target.norm(found)[1], own.model.norm(found))
 
 
-@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe", "gemma-3", "granite"])
+@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe", "gemma-3", "granite", "gpt-oss"])
 def test_draft_and_target_of_one_folder_agree(kind: str) -> None:
     target = load(folder_of(kind))
     draft = load_draft(folder_of(kind), target, dtype=torch.float32)
