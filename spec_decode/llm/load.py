@@ -134,7 +134,7 @@ def load_published_pair(
     narrow = isinstance(store, Fp8Store) or (store is not None and is_mxfp4(store.config.values))
     if why is not None and (quantises or narrow):
         raise CheckpointError(
-            f"{target} would run in transformers, which gets no narrow weights: {why}. Use a bf16 copy without "
+            f"{target} would run in transformers, which gets no quantised weights: {why}. Use a bf16 copy without "
             "weights, or a model that this library's layers compute."
         )
     if isinstance(store, Fp8Store):

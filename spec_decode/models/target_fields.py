@@ -178,7 +178,11 @@ def _unserved_section(family: str, section: Mapping[str, Any], theta: Mapping[st
     known = _SCALINGS_OF.get(family, tuple(_SCALINGS))
     if not isinstance(kind, str) or kind not in known:
         return f"config.json has a rotary embedding of type {kind!r:.40}, and our layers know {', '.join(known)}"
-    if unknown := sorted(section.keys() - _ROPE - _SCALINGS[kind] - _OPTIONAL.get(kind, frozenset())):
+    optional = _OPTIONAL.get(kind, frozenset())
+    if has_layer_ropes(family):
+        # transformers looks for it beside the sections of these families.
+        optional -= {"truncate"}
+    if unknown := sorted(section.keys() - _ROPE - _SCALINGS[kind] - optional):
         return f"config.json's rotary embedding of type {kind} has {unknown[0]:.80}, which our layers do not know"
     if nulls := sorted(name for name, value in (*section.items(), *theta.items()) if value is None):
         return f"config.json's rotary embedding has null as {nulls[0]}"

@@ -22,7 +22,7 @@ _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_confi
 """The same as files, by ModelOpt, AutoGPTQ and AutoAWQ."""
 _METHODS = ("quant_method", "quant_algo", "quant_type")
 _FORMATS = {
-    "4-bit floats are not read, but for MXFP4 experts of GPT-OSS targets on our layers": ("fp4",),
+    "only GPT-OSS's 4-bit floats are read": ("fp4",),
     "FP8 is read for targets on our layers only": ("fp8", "float-quantized"),
     "8-bit integers are not read": ("int-quantized", "naive-quantized", "int8"),
     "integers of few bits are not read": ("awq", "gptq", "round", "pack-quantized", "hqq", "quanto", "bits", "int4"),

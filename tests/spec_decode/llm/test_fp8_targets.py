@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "transformers": (
         {"target": "transformers"},
         CheckpointError,
-        "would run in transformers, which gets no 8-bit weights: you asked for it. Use a bf16 copy",
+        "would run in transformers, which gets no quantised weights: you asked for it. Use a bf16 copy",
     ),
     "float32": ({"dtype": "auto"}, BatchError, "weights='fp8' needs models in bfloat16 or float16, got float32"),
     "another name": ({"weights": "int8"}, BatchError, r"weights is 'int8'\..* Pass one of fp8, or leave it out"),
@@ -137,7 +137,7 @@ def test_unsuitable_settings_are_rejected_before_loading(
 def test_families_of_other_layers_stay_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path, mlp_bias=True)
     monkeypatch.setattr("spec_decode.models.hf.folder.load_tokenizer", None)
-    with pytest.raises(CheckpointError, match=r"which gets no 8-bit weights: mlp_bias in config\.json is True"):
+    with pytest.raises(CheckpointError, match=r"which gets no quantised weights: mlp_bias in config\.json is True"):
         LLM(tmp_path, device="cpu", dtype="bfloat16", weights="fp8")
 
 
@@ -210,7 +210,10 @@ def as_a_draft(folder: Path) -> dict[str, Any]:
 
 PUBLISHED = {
     "in transformers": (in_transformers, "has method 'compressed-tensors float-quantized'; FP8 is read for targets on"),
-    "of other layers": (of_other_layers, "would run in transformers, which gets no 8-bit weights: .* has logit_scale"),
+    "of other layers": (
+        of_other_layers,
+        "would run in transformers, which gets no quantised weights: .* has logit_scale",
+    ),
     "with a wrong scale": (of_another_scale, "up_proj.weight_scale in .* must be positive and finite, got -1"),
     "as a draft": (as_a_draft, "FP8 is read for targets on our layers only. Use a bf16 copy"),
 }

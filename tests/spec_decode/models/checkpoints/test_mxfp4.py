@@ -130,7 +130,7 @@ def test_bad_tensors_are_named(
     [
         ("quantization_config", {**CONFIG, "block": 16}, "holds quantised weights: .* method 'mxfp4'"),
         ("quantization_config", {"quant_method": "awq"}, "holds quantised weights: .* method 'awq'"),
-        ("logits_scaling", 2.0, "MXFP4 weights, which only .* do not compute .*: config.json has logits_scaling"),
+        ("logits_scaling", 2.0, "gets no quantised weights: config.json has logits_scaling"),
     ],
 )
 def test_config_that_says_otherwise_is_refused(

@@ -127,9 +127,12 @@ QUANTISED = {
         "'bitsandbytes'; integers of few bits",
     ),
     "AWQ": ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "'awq'; integers of few bits"),
-    "modelopt": ({"quantization_config": {"quant_algo": "NVFP4"}}, "'NVFP4'; 4-bit floats"),
+    "modelopt": ({"quantization_config": {"quant_algo": "NVFP4"}}, "'NVFP4'; only GPT-OSS's 4-bit floats"),
     "no method": ({"quantization_config": {"load_in_8bit": True}}, "load_in_8bit"),
-    "a section": ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "'mxfp4'; 4-bit floats"),
+    "a section": (
+        {"text_config": {"quantization_config": {"quant_method": "mxfp4"}}},
+        "'mxfp4'; only GPT-OSS's 4-bit floats",
+    ),
     "compressed-tensors": (
         {"compression_config": {"quant_method": "compressed-tensors"}},
         "'compressed-tensors'; this format",
