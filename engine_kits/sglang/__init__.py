@@ -38,4 +38,4 @@ def subjects(names: Sequence[str] = NAMES) -> list[Subject]:
     """Return these draft backends of the installed SGLang. Raises BrokenBackend for unknown ones, or another SGLang."""
     version = require_engine()
     stand_in.enter()
-    return [subject_of(name, __name__, _BACKENDS, f"sglang {version}") for name in names]
+    return [subject_of(name, __name__, _BACKENDS, f"sglang {version}", FAMILIES) for name in names]

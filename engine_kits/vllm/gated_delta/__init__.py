@@ -1,0 +1,1 @@
+"""The builders of gated delta rules, which sort rows by masks."""

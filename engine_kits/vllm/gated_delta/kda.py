@@ -1,0 +1,50 @@
+"""The builder for Kimi's delta attention, whose own Triton kernels prepare its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from attn_backends import AttentionBackend
+from engine_kits.hash_recurrence import Slots
+from engine_kits.launches import OnTheDevice
+from engine_kits.vllm.recurrent_states import state_backend
+
+
+def backend() -> type[AttentionBackend]:
+    from vllm.models.kimi_k3.nvidia import kda_metadata
+
+    stage = kda_metadata.stage_spec_decode_metadata
+    kda_metadata.stage_spec_decode_metadata = partial(_on_the_device, getattr(stage, "args", (stage,))[0])
+    return state_backend(kda_metadata.KimiK3KDAAttentionBackend, "kda", kernels, __name__)
+
+
+def _on_the_device(stage: Callable[..., None], **tensors: Any) -> None:
+    """Launch vLLM's own kernel, which asserts that its tensors are on the device."""
+    with OnTheDevice():
+        stage(**tensors)
+
+
+def kernels(metadata: Any, tokens: list[int], slots: Slots) -> None:
+    """Stand in for the kernels of `KimiK3DeltaAttention._forward`."""
+    m, other = metadata, tokens
+    if rows := m.num_spec_decodes:
+        drafted, other = tokens, []
+        if m.spec_token_start is not None:
+            drafted = tokens[m.spec_token_start :][: m.num_spec_decode_tokens]
+            other = tokens[m.non_spec_token_start :][: m.num_prefill_tokens + m.num_decode_tokens]
+        elif m.num_prefills or m.num_decodes:
+            drafted, other = ([tokens[i] for i in part.tolist()] for part in (m.spec_token_indx, m.non_spec_token_indx))
+        columns, accepted, starts = m.spec_state_indices_tensor[:rows], m.num_accepted_tokens, m.spec_query_start_loc
+        slots.slide_drafts(columns[:, 0], accepted, starts, drafted)
+        slots.run_drafts(columns, accepted[:rows], starts, drafted)
+    held = m.non_spec_state_indices_tensor
+    if m.num_prefills:
+        for kernel in (slots.slide, slots.run):
+            kernel(held, m.non_spec_query_start_loc, other, m.has_initial_state)
+    elif m.num_decodes:
+        # One token a row: the packed kernels read no offsets.
+        each = held.new_tensor(range(len(other) + 1))
+        for kernel in (slots.slide, slots.run):
+            kernel(held[: len(other)], each, other)

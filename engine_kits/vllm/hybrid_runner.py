@@ -1,0 +1,252 @@
+"""vLLM's runner around one builder of recurrent states' metadata. What vLLM decides, its own functions decide here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from builders import AttentionSpec
+from engine_kits.hash_recurrence import WINDOW, Slots, sequential
+from engine_kits.state_traffic import DRAFTS, Request, StateEngine, Step
+from engine_kits.vllm.config import LAYER, MAX_ROWS, MAX_TOKENS, config_of
+
+Kernels = Callable[[Any, list[int], Slots], None]
+"""Reads and writes what a layer's kernels would, by the metadata, for the batch's tokens."""
+_WIDTH = 1 + DRAFTS
+_ROWS = 8
+_CPU = torch.device("cpu")
+_SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, page_size=16)
+
+
+class HybridRunner(StateEngine):
+    """Plays vLLM's V2 runner, which keeps for each request one block for a step's first token and one for each draft.
+
+    graphs: "v2" or "v1", whose rule says when the graph of a verification is replayed, or "" for never. Such a graph
+    reads the metadata of its capture. All else is V2's: its order of rows, its counts, its model state.
+    """
+
+    rows = 6
+
+    def __init__(self, backend: Any, kernels: Kernels, graphs: str, stateless: bool = False) -> None:
+        """backend: vLLM's attention backend. stateless: whether its layers have a window only."""
+        super().__init__()
+        self.slots = Slots(1 + self.rows * _WIDTH, DRAFTS, null=0)
+        self._config = config_of(_SPEC, DRAFTS)
+        self._kernels, self._graphs, self._stateless = kernels, graphs, stateless
+        self._group = _group(backend, self._config)
+        self.model_state = _model_state(self._config)
+        self._blocks: dict[Request, list[int]] = {}
+        self._free_blocks = list(range(1, len(self.slots.states)))
+        self._indices: dict[Request, int] = {}
+        self._free_indices = list(range(self.rows))
+        self._tables = torch.zeros(MAX_ROWS, _WIDTH, dtype=torch.int32)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+
+        self._buffers = InputBuffers(MAX_ROWS, MAX_TOKENS, _CPU)
+        sizes = range(1, _ROWS + 1) if self._graphs else ()
+        dummies = ((rows, InputBatch.make_dummy(rows, rows * _WIDTH, self._buffers)) for rows in sizes)
+        self._captured = {rows: self._build(dummy, full=True, capture=True) for rows, dummy in dummies}
+
+    def admit(self, request: Request) -> None:
+        self._blocks[request] = blocks = [self._free_blocks.pop(0) for _ in range(_WIDTH)]
+        self._indices[request] = self._free_indices.pop()
+        self.model_state.add_request(self._indices[request], SimpleNamespace(num_computed_tokens=request.done))
+        if request.done:
+            state, window = sequential(request.text[: request.done])
+            self.slots.states[blocks[0]] = state
+            self.slots.windows[blocks[0], :WINDOW] = torch.tensor(window)
+
+    def finish(self, request: Request) -> None:
+        self._free_blocks += self._blocks.pop(request)
+        self._free_indices.append(self._indices.pop(request))
+
+    def run(self, steps: Sequence[Step], padding: int) -> None:
+        by_name = {str(place): step for place, step in enumerate(steps)}
+        state, uniform = self._gather(by_name)
+        batch = self._batch(state, [by_name[name] for name in state.req_ids], uniform, padding)
+        rows, live = batch.num_reqs_after_padding, batch.num_reqs
+        tokens = [token for name in state.req_ids for token in by_name[name].tokens]
+        metadata = self._build(batch, full=batch.graph)
+        if batch.graph:
+            captured, tokens = self._captured[rows], tokens + [0] * (rows * _WIDTH - len(tokens))
+            self.moved |= _moved(captured, metadata)
+            metadata = captured
+        self._kernels(metadata, tokens, self.slots)
+        assert not self._tables[live:].any()
+
+    def accept(self, steps: Sequence[Step], kept: Sequence[int]) -> None:
+        indices = torch.tensor([self._indices[step.request] for step in steps])
+        sampled = [
+            1 + drafts if step.request.done + len(step.tokens) >= step.request.prompt else 0
+            for step, drafts in zip(steps, kept, strict=True)
+        ]
+        self.model_state.postprocess_state(indices, torch.tensor(sampled, dtype=torch.int32))
+
+    def held(self, request: Request) -> tuple[int | None, list[int]]:
+        blocks, first = self._blocks[request], int(self.model_state.num_accepted_tokens_gpu[self._indices[request]]) - 1
+        state = None if self._stateless else int(self.slots.states[blocks[first]])
+        return state, self.slots.windows[blocks[0], first : first + WINDOW].tolist()
+
+    def slots_of(self, request: Request) -> set[int]:
+        return set(self._blocks[request])
+
+    def _gather(self, steps: dict[str, Step]) -> tuple[Any, int | None]:
+        """Return vLLM's CPU state of a batch, in its order of rows, and the tokens of each row if a decode is uniform.
+
+        steps: by the names of their requests.
+        """
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        requests = {name: step.request for name, step in steps.items()}
+        prompts, done = np.zeros(MAX_ROWS, dtype=np.int32), np.zeros(MAX_ROWS, dtype=np.int32)
+        for request in requests.values():
+            index = self._indices[request]
+            prompts[index], done[index] = request.prompt, min(request.done, request.prompt)
+        runner = SimpleNamespace(
+            decode_query_len=_WIDTH,
+            use_pp=False,
+            adaptive_verification=None,
+            pcp_manager=None,
+            req_states=SimpleNamespace(
+                req_id_to_index={name: self._indices[request] for name, request in requests.items()},
+                prefill_len=SimpleNamespace(np=prompts),
+                num_computed_prefill_tokens=done,
+            ),
+        )
+        lengths = {name: len(step.tokens) for name, step in steps.items()}
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens=lengths,
+            total_num_scheduled_tokens=sum(lengths.values()),
+            scheduled_spec_decode_tokens={
+                name: step.tokens[-step.drafts :] for name, step in steps.items() if step.drafts
+            },
+        )
+        found: tuple[Any, int | None] = GPUModelRunner.gather_batch_req_state(runner, scheduled, dummy_run=False)
+        return found
+
+    def _batch(self, state: Any, steps: Sequence[Step], uniform: int | None, padding: int) -> Any:
+        """Fill the runner's buffers, and return the input batch over them; its graph is whether one is replayed."""
+        live, lengths = len(steps), [len(step.tokens) for step in steps]
+        rows = self._rows_of_a_graph(lengths, uniform, padding) if self._graphs else 0
+        graph, rows = bool(rows), rows or live
+        starts, lens = self._buffers.query_start_loc, self._buffers.seq_lens
+        starts.fill_(sum(lengths))
+        starts[: live + 1] = torch.tensor([0, *lengths]).cumsum(0)
+        lens.zero_()
+        lens[:live] = torch.tensor([step.request.done + len(step.tokens) for step in steps])
+        self._tables.zero_()
+        self._tables[:live] = torch.tensor([self._blocks[step.request] for step in steps])
+        # The host runs ahead: it takes drafts whose verdict it does not know for accepted.
+        bound = lens[:rows].clone()
+        bound[:live] += torch.tensor([step.request.rejected for step in steps])
+        return SimpleNamespace(
+            num_reqs=live,
+            num_reqs_after_padding=rows,
+            num_tokens=sum(lengths),
+            num_tokens_after_padding=rows * _WIDTH if graph else sum(lengths),
+            idx_mapping=torch.from_numpy(state.idx_mapping_np),
+            num_scheduled_tokens=state.num_scheduled_tokens,
+            num_draft_tokens_per_req=state.num_draft_tokens_np,
+            max_query_len=None,
+            query_start_loc=starts[: rows + 1],
+            query_start_loc_np=starts[: rows + 1].numpy().copy(),
+            seq_lens=lens[:rows],
+            seq_lens_cpu_upper_bound=bound,
+            dcp_local_seq_lens=None,
+            positions=self._buffers.positions,
+            prompt_lens=None,
+            is_prefilling_np=state.is_prefilling_np,
+            prefill_runs_as_decode_np=state.prefill_runs_as_decode_np,
+            graph=graph,
+        )
+
+    def _rows_of_a_graph(self, lengths: Sequence[int], uniform: int | None, padding: int) -> int:
+        """Return how many rows the graph has that the runner replays for these rows; 0 if it replays none."""
+        if self._graphs == "v2":
+            return len(lengths) + padding if uniform == _WIDTH else 0
+        return _v1_graph()(lengths)
+
+    def _build(self, batch: Any, *, full: bool, capture: bool = False) -> Any:
+        from vllm.config.compilation import CUDAGraphMode
+
+        rows = batch.num_reqs_after_padding
+        metadata = self.model_state.prepare_attn(
+            batch,
+            CUDAGraphMode.FULL if full else CUDAGraphMode.NONE,
+            (self._tables[:rows],),
+            torch.zeros(1, batch.num_tokens_after_padding, dtype=torch.int64),
+            [[self._group]],
+            SimpleNamespace(kv_cache_groups=[None]),
+            for_capture=capture,
+        )
+        return metadata[LAYER]
+
+
+def _group(backend: Any, config: Any) -> Any:
+    """Return vLLM's group of one layer, with its builder."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.kv_cache_interface import MambaSpec
+    from vllm.v1.worker.utils import AttentionGroup
+
+    shapes = {"shapes": ((WINDOW + DRAFTS, 1), (1,)), "dtypes": (torch.int64, torch.int64)}
+    group = AttentionGroup(
+        backend, [LAYER], MambaSpec(block_size=2048, num_speculative_blocks=DRAFTS, **shapes), kv_cache_group_id=0
+    )
+    with set_current_vllm_config(config):
+        group.create_metadata_builders(config, _CPU)
+    return group
+
+
+def _model_state(config: Any) -> Any:
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+    return MambaHybridModelState(config, SimpleNamespace(), None, _CPU)
+
+
+@cache
+def _v1_graph() -> Callable[[Sequence[int]], int]:
+    """Return the rule of the V1 runner: from the tokens of each row, the rows of the graph that it replays, or 0."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    config = copy.deepcopy(config_of(_SPEC, DRAFTS))
+    config.compilation_config.adjust_cudagraph_sizes_for_spec_decode(_WIDTH)
+    dispatcher = CudagraphDispatcher(config)
+    dispatcher.initialize_cudagraph_keys(config.compilation_config.cudagraph_mode, _WIDTH)
+    runner = SimpleNamespace(
+        _is_uniform_decode=GPUModelRunner._is_uniform_decode,
+        uniform_decode_query_len=_WIDTH,
+        cudagraph_dispatcher=dispatcher,
+        vllm_config=config,
+        model_config=config.model_config,
+        input_batch=SimpleNamespace(lora_id_to_lora_request={}),
+    )
+
+    def rows(lengths: Sequence[int]) -> int:
+        mode, shape, *_ = GPUModelRunner._determine_batch_execution_and_padding(
+            runner, sum(lengths), len(lengths), np.array(lengths), max(lengths)
+        )
+        return shape.num_reqs if mode == CUDAGraphMode.FULL else 0
+
+    return rows
+
+
+def _moved(captured: Any, built: Any) -> set[str]:
+    """Return the device tensors of the captured metadata that the built one lacks or has elsewhere."""
+    held, now = _device_tensors(captured), _device_tensors(built)
+    return {name for name, part in held.items() if name not in now or now[name].data_ptr() != part.data_ptr()}
+
+
+def _device_tensors(metadata: Any) -> dict[str, torch.Tensor]:
+    parts = vars(metadata).items()
+    return {name: part for name, part in parts if isinstance(part, torch.Tensor) and not name.endswith("_cpu")}
