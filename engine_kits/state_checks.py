@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
+import torch
+
+from attn_backends import AttentionBackend
+from builders import AdvanceLevel, AdvanceSupport, AttentionBatch, AttentionSpec, GraphSupport, MetadataBuilder
 from engine_kits.engine_cache import NoAttention
 from engine_kits.state_traffic import StateEngine, Traffic, Verdict, serve
+from engine_kits.subjects import HEADS, backend_class
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import CAPTURE
 from spec_decode.testing.outcome import Measurements, expect
@@ -23,7 +28,7 @@ class Play:
     graphs: str = ""
 
 
-class StateBackend(NoAttention):
+class RecurrentBackend(NoAttention):
     """The backend of a builder whose metadata drives a recurrence. recurrence: its column in the matrix."""
 
     recurrence: ClassVar[str]
@@ -32,9 +37,44 @@ class StateBackend(NoAttention):
     """Make an engine around the builder that follows this rule on graphs."""
 
 
+class _Claims(MetadataBuilder[Any]):
+    """What an engine's builder claims. Runners of the kit call it, with batches of the engine's."""
+
+    step_fields = ()
+    reason = ""
+
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        return AdvanceSupport(AdvanceLevel.REBUILD, cls.reason)
+
+    def allocate(self) -> None: ...
+
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> Any:
+        """Raise NotImplementedError: a batch of attention's says nothing of states."""
+        raise NotImplementedError("metadata of states is built for an engine's batch")
+
+
+def recurrent_backend(
+    name: str,
+    module: str,
+    recurrence: str,
+    plays: Mapping[str, Play],
+    engine: Callable[[str], StateEngine],
+    graph_support: GraphSupport,
+    reason: str,
+) -> type[AttentionBackend]:
+    """Return the backend under test for the engine's builder of this name; the others are as in RecurrentBackend.
+
+    module: as in `backend_class`. reason: why nothing advances its metadata in a graph.
+    """
+    builder = type(name, (_Claims,), {"graph_support": graph_support, "reason": reason})
+    facts = {"recurrence": recurrence, "plays": plays, "engine": staticmethod(engine)}
+    return backend_class(module, builder, HEADS, RecurrentBackend, **facts)
+
+
 def _cases(subject: Subject) -> Iterable[tuple[str, Play]]:
     """Return no cases for a builder without states: with this module loaded, the kit requests them for all."""
-    return subject.backend.plays.items() if isinstance(subject.backend, StateBackend) else ()
+    return subject.backend.plays.items() if isinstance(subject.backend, RecurrentBackend) else ()
 
 
 def _replayed(subject: Subject) -> Iterable[tuple[str, Play]]:
@@ -42,7 +82,7 @@ def _replayed(subject: Subject) -> Iterable[tuple[str, Play]]:
 
 
 def _covers(subject: Subject, play: Any) -> list[str]:
-    assert isinstance(subject.backend, StateBackend)
+    assert isinstance(subject.backend, RecurrentBackend)
     return [f"recurrence:{subject.backend.recurrence}", *([CAPTURE] if play.graphs else [])]
 
 
@@ -52,7 +92,7 @@ check = Family("state", covers=_covers)
 @cache
 def _verdict(subject: Subject, play: Play) -> Verdict:
     """Serve the traffic once for all checks."""
-    assert isinstance(subject.backend, StateBackend)
+    assert isinstance(subject.backend, RecurrentBackend)
     return serve(type(subject.backend).engine(play.graphs), play.traffic)
 
 

@@ -11,12 +11,12 @@ from engine_kits.hash_recurrence import Slots, sequential
 
 DRAFTS = 4
 """Tokens that a step can draft for a request."""
-_ROUNDS = 50
+_ROUNDS = 40
 _VOCABULARY = 1000
 
 
 @dataclass(eq=False)
-class Request:
+class DrawnRequest:
     """text: the prompt's tokens, then those accepted. done: the tokens that its state has seen. rejected: drafts that
     its last step rejected, of which a host that runs ahead knows nothing."""
 
@@ -29,7 +29,7 @@ class Request:
     def prefilling(self) -> bool:
         return self.done < self.prompt
 
-    def keep(self, step: Step, drafts: int) -> None:
+    def keep(self, step: DrawnStep, drafts: int) -> None:
         """Count a step's tokens, of whose drafts the first `drafts` were accepted."""
         seen = self.done + len(step.tokens) - step.drafts + drafts
         if not self.prefilling:
@@ -39,10 +39,10 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Step:
+class DrawnStep:
     """A request's tokens in a round. drafts: how many of them, at the end, are drafts."""
 
-    request: Request
+    request: DrawnRequest
     tokens: list[int]
     drafts: int = 0
 
@@ -53,7 +53,7 @@ class Traffic:
     nobody drafts in a round.
 
     elsewhere: how likely another instance has run a prompt, or all of it but the last token, which then has drafts that
-    are no tokens, so that all are rejected. alone: whether prompts have rounds of their own.
+    are no tokens, so that all are rejected. alone: whether prompts have rounds of their own, and no such drafts.
     """
 
     prompts: tuple[int, ...] = (1, 2, 9, 20)
@@ -63,15 +63,15 @@ class Traffic:
     elsewhere: float = 0.0
     alone: bool = False
 
-    def arrival(self, random: Random) -> Request:
+    def arrival(self, random: Random) -> DrawnRequest:
         """Draw a request."""
         prompt = random.choice(self.prompts)
-        request = Request(_tokens(random, prompt), prompt)
+        request = DrawnRequest(_tokens(random, prompt), prompt)
         if random.random() < self.elsewhere:
             request.done = prompt - random.randrange(2)
         return request
 
-    def steps(self, random: Random, live: Sequence[Request]) -> list[Step]:
+    def steps(self, random: Random, live: Sequence[DrawnRequest]) -> list[DrawnStep]:
         """Draw a round's steps: some requests rest."""
         idle, prompts = random.random() < self.idle, random.random() < 0.5
         found = [self._step(random, request, idle) for request in live if random.random() < 0.85]
@@ -81,14 +81,14 @@ class Traffic:
         # As schedulers do: what runs already comes before what is new.
         return sorted(found, key=lambda step: not step.request.done)
 
-    def _step(self, random: Random, request: Request, idle: bool) -> Step:
+    def _step(self, random: Random, request: DrawnRequest, idle: bool) -> DrawnStep:
         if not request.prefilling:
             drafts = 0 if idle else random.choice(self.drafts)
-            return Step(request, _tokens(random, 1 + drafts), drafts)
-        if self.elsewhere and request.done == request.prompt - 1 > 0 and not idle:
-            return Step(request, request.text[request.done :] + _tokens(random, DRAFTS), DRAFTS)
+            return DrawnStep(request, _tokens(random, 1 + drafts), drafts)
+        if self.elsewhere and request.done == request.prompt - 1 > 0 and not (idle or self.alone):
+            return DrawnStep(request, request.text[request.done :] + _tokens(random, DRAFTS), DRAFTS)
         end = min(request.prompt, request.done + random.choice(self.chunks))
-        return Step(request, request.text[request.done : end])
+        return DrawnStep(request, request.text[request.done : end])
 
 
 class StateEngine(ABC):
@@ -104,27 +104,27 @@ class StateEngine(ABC):
         self.moved: set[str] = set()
 
     @abstractmethod
-    def admit(self, request: Request) -> None:
+    def admit(self, request: DrawnRequest) -> None:
         """Take a request. If another instance ran its first tokens, put their state where that instance's arrives."""
 
     @abstractmethod
-    def finish(self, request: Request) -> None:
+    def finish(self, request: DrawnRequest) -> None:
         """Forget a request and recycle what it held."""
 
     @abstractmethod
-    def run(self, steps: Sequence[Step], padding: int) -> None:
+    def run(self, steps: Sequence[DrawnStep], padding: int) -> None:
         """Run a round. padding: rows to add to it where a graph is replayed."""
 
     @abstractmethod
-    def accept(self, steps: Sequence[Step], kept: Sequence[int]) -> None:
+    def accept(self, steps: Sequence[DrawnStep], kept: Sequence[int]) -> None:
         """End the round. kept: how many of each step's drafts were accepted."""
 
     @abstractmethod
-    def held(self, request: Request) -> tuple[int | None, list[int]]:
+    def held(self, request: DrawnRequest) -> tuple[int | None, list[int]]:
         """Return the state, if the layer has one, and the window that the request's next step starts from."""
 
     @abstractmethod
-    def slots_of(self, request: Request) -> set[int]:
+    def slots_of(self, request: DrawnRequest) -> set[int]:
         """Return the slots that the request's steps may write."""
 
 
@@ -141,10 +141,10 @@ class Verdict:
 
 def serve(engine: StateEngine, traffic: Traffic, seed: int = 0) -> Verdict:
     """Serve random requests, and compare each one's state with a sequential run's after every round."""
-    random, live, verdict = Random(seed), list[Request](), Verdict(moved=engine.moved)
+    random, live, verdict = Random(seed), list[DrawnRequest](), Verdict(moved=engine.moved)
     for number in range(_ROUNDS):
         where = f"round {number}"
-        if len(live) < engine.rows and random.random() < 0.6:
+        while len(live) < engine.rows and random.random() < 0.6:
             live.append(traffic.arrival(random))
             engine.admit(live[-1])
         if steps := traffic.steps(random, live):
@@ -158,12 +158,12 @@ def serve(engine: StateEngine, traffic: Traffic, seed: int = 0) -> Verdict:
             for step, drafts in zip(steps, kept, strict=True):
                 step.request.keep(step, drafts)
             _compare(engine, live, verdict, where)
-        if live and random.random() < 0.1:
+        if live and random.random() < 0.4:
             engine.finish(live.pop(random.randrange(len(live))))
     return verdict
 
 
-def _compare(engine: StateEngine, live: Sequence[Request], verdict: Verdict, where: str) -> None:
+def _compare(engine: StateEngine, live: Sequence[DrawnRequest], verdict: Verdict, where: str) -> None:
     for request in live:
         if request.done:
             state, window = sequential(request.text[: request.done])

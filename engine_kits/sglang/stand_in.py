@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -73,6 +74,7 @@ def enter() -> None:
     record_launches()
     launch_in_order()
     os.environ.update(_ENVIRONMENT)
+    warnings.filterwarnings("ignore", "Triton is not supported on current platform")  # as on a machine without a GPU
     stand_in_for(*_KERNELS, *_SERVER)
     pictures.do_without()
     _publish()

@@ -8,12 +8,11 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from builders import AttentionSpec
 from engine_kits.hash_recurrence import WINDOW, Slots, sequential
-from engine_kits.state_traffic import DRAFTS, Request, StateEngine, Step
+from engine_kits.state_traffic import DRAFTS, DrawnRequest, DrawnStep, StateEngine
 from engine_kits.vllm.config import LAYER, MAX_ROWS, MAX_TOKENS, config_of
 
 Kernels = Callable[[Any, list[int], Slots], None]
@@ -39,12 +38,12 @@ class HybridRunner(StateEngine):
         self.slots = Slots(1 + self.rows * _WIDTH, DRAFTS, null=0)
         self._config = config_of(_SPEC, DRAFTS)
         self._kernels, self._graphs, self._stateless = kernels, graphs, stateless
-        self._group = _group(backend, self._config)
+        self.group = _group(backend, self._config)
         self.model_state = _model_state(self._config)
-        self._blocks: dict[Request, list[int]] = {}
+        self._blocks: dict[DrawnRequest, list[int]] = {}
         self._free_blocks = list(range(1, len(self.slots.states)))
-        self._indices: dict[Request, int] = {}
-        self._free_indices = list(range(self.rows))
+        self.indices: dict[DrawnRequest, int] = {}
+        self._free_rows = list(range(self.rows))
         self._tables = torch.zeros(MAX_ROWS, _WIDTH, dtype=torch.int32)
         self._allocate()
 
@@ -56,20 +55,20 @@ class HybridRunner(StateEngine):
         dummies = ((rows, InputBatch.make_dummy(rows, rows * _WIDTH, self._buffers)) for rows in sizes)
         self._captured = {rows: self._build(dummy, full=True, capture=True) for rows, dummy in dummies}
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: DrawnRequest) -> None:
         self._blocks[request] = blocks = [self._free_blocks.pop(0) for _ in range(_WIDTH)]
-        self._indices[request] = self._free_indices.pop()
-        self.model_state.add_request(self._indices[request], SimpleNamespace(num_computed_tokens=request.done))
+        self.indices[request] = self._free_rows.pop()
+        self.model_state.add_request(self.indices[request], SimpleNamespace(num_computed_tokens=request.done))
         if request.done:
             state, window = sequential(request.text[: request.done])
             self.slots.states[blocks[0]] = state
             self.slots.windows[blocks[0], :WINDOW] = torch.tensor(window)
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: DrawnRequest) -> None:
         self._free_blocks += self._blocks.pop(request)
-        self._free_indices.append(self._indices.pop(request))
+        self._free_rows.append(self.indices.pop(request))
 
-    def run(self, steps: Sequence[Step], padding: int) -> None:
+    def run(self, steps: Sequence[DrawnStep], padding: int) -> None:
         by_name = {str(place): step for place, step in enumerate(steps)}
         state, uniform = self._gather(by_name)
         batch = self._batch(state, [by_name[name] for name in state.req_ids], uniform, padding)
@@ -83,23 +82,21 @@ class HybridRunner(StateEngine):
         self._kernels(metadata, tokens, self.slots)
         assert not self._tables[live:].any()
 
-    def accept(self, steps: Sequence[Step], kept: Sequence[int]) -> None:
-        indices = torch.tensor([self._indices[step.request] for step in steps])
-        sampled = [
-            1 + drafts if step.request.done + len(step.tokens) >= step.request.prompt else 0
-            for step, drafts in zip(steps, kept, strict=True)
-        ]
-        self.model_state.postprocess_state(indices, torch.tensor(sampled, dtype=torch.int32))
+    def accept(self, steps: Sequence[DrawnStep], kept: Sequence[int]) -> None:
+        for step, drafts in zip(steps, kept, strict=True):
+            samples = step.request.done + len(step.tokens) >= step.request.prompt
+            # As `postprocess_state` of vLLM does, whose kernel takes most of the time in the interpreter.
+            self.model_state.num_accepted_tokens_gpu[self.indices[step.request]] = 1 + drafts if samples else 1
 
-    def held(self, request: Request) -> tuple[int | None, list[int]]:
-        blocks, first = self._blocks[request], int(self.model_state.num_accepted_tokens_gpu[self._indices[request]]) - 1
+    def held(self, request: DrawnRequest) -> tuple[int | None, list[int]]:
+        blocks, first = self._blocks[request], int(self.model_state.num_accepted_tokens_gpu[self.indices[request]]) - 1
         state = None if self._stateless else int(self.slots.states[blocks[first]])
         return state, self.slots.windows[blocks[0], first : first + WINDOW].tolist()
 
-    def slots_of(self, request: Request) -> set[int]:
+    def slots_of(self, request: DrawnRequest) -> set[int]:
         return set(self._blocks[request])
 
-    def _gather(self, steps: dict[str, Step]) -> tuple[Any, int | None]:
+    def _gather(self, steps: dict[str, DrawnStep]) -> tuple[Any, int | None]:
         """Return vLLM's CPU state of a batch, in its order of rows, and the tokens of each row if a decode is uniform.
 
         steps: by the names of their requests.
@@ -107,9 +104,9 @@ class HybridRunner(StateEngine):
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
         requests = {name: step.request for name, step in steps.items()}
-        prompts, done = np.zeros(MAX_ROWS, dtype=np.int32), np.zeros(MAX_ROWS, dtype=np.int32)
+        prompts, done = torch.zeros(2, MAX_ROWS, dtype=torch.int32).numpy()
         for request in requests.values():
-            index = self._indices[request]
+            index = self.indices[request]
             prompts[index], done[index] = request.prompt, min(request.done, request.prompt)
         runner = SimpleNamespace(
             decode_query_len=_WIDTH,
@@ -117,7 +114,7 @@ class HybridRunner(StateEngine):
             adaptive_verification=None,
             pcp_manager=None,
             req_states=SimpleNamespace(
-                req_id_to_index={name: self._indices[request] for name, request in requests.items()},
+                req_id_to_index={name: self.indices[request] for name, request in requests.items()},
                 prefill_len=SimpleNamespace(np=prompts),
                 num_computed_prefill_tokens=done,
             ),
@@ -133,7 +130,7 @@ class HybridRunner(StateEngine):
         found: tuple[Any, int | None] = GPUModelRunner.gather_batch_req_state(runner, scheduled, dummy_run=False)
         return found
 
-    def _batch(self, state: Any, steps: Sequence[Step], uniform: int | None, padding: int) -> Any:
+    def _batch(self, state: Any, steps: Sequence[DrawnStep], uniform: int | None, padding: int) -> Any:
         """Fill the runner's buffers, and return the input batch over them; its graph is whether one is replayed."""
         live, lengths = len(steps), [len(step.tokens) for step in steps]
         rows = self._rows_of_a_graph(lengths, uniform, padding) if self._graphs else 0
@@ -184,7 +181,7 @@ class HybridRunner(StateEngine):
             CUDAGraphMode.FULL if full else CUDAGraphMode.NONE,
             (self._tables[:rows],),
             torch.zeros(1, batch.num_tokens_after_padding, dtype=torch.int64),
-            [[self._group]],
+            [[self.group]],
             SimpleNamespace(kv_cache_groups=[None]),
             for_capture=capture,
         )
@@ -234,7 +231,7 @@ def _v1_graph() -> Callable[[Sequence[int]], int]:
 
     def rows(lengths: Sequence[int]) -> int:
         mode, shape, *_ = GPUModelRunner._determine_batch_execution_and_padding(
-            runner, sum(lengths), len(lengths), np.array(lengths), max(lengths)
+            runner, sum(lengths), len(lengths), torch.tensor(lengths).numpy(), max(lengths)
         )
         return shape.num_reqs if mode == CUDAGraphMode.FULL else 0
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import torch
-
 from attn_backends import AttentionBackend
-from builders import AdvanceLevel, AdvanceSupport, AttentionBatch, AttentionSpec, MetadataBuilder
-from engine_kits.state_checks import Play, StateBackend
+from engine_kits.state_checks import Play, recurrent_backend
 from engine_kits.state_traffic import DRAFTS, Traffic
-from engine_kits.subjects import HEADS, backend_class
 from engine_kits.vllm.hybrid_runner import HybridRunner, Kernels
 from engine_kits.vllm.making import GRAPH_SUPPORT
 
@@ -36,35 +31,18 @@ _PLAYS = {
 """By the rule on graphs: none, the V2 runner's, the V1 runner's."""
 
 
-class RecurrentStates(MetadataBuilder[Any]):
-    """The claims of vLLM's builder. A runner of the kit calls it, with batches of vLLM's."""
-
-    step_fields = ()
-
-    @classmethod
-    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
-        return AdvanceSupport(AdvanceLevel.REBUILD, "it does not say supports_draft_decode_metadata_update")
-
-    def allocate(self) -> None: ...
-
-    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> Any:
-        """Raise NotImplementedError: a batch of attention's says nothing of states."""
-        raise NotImplementedError("metadata of states is built for an engine's batch")
-
-
-def state_backend(
+def recurrent_backend_over(
     engine_backend: Any, recurrence: str, kernels: Kernels, module: str, *, stateless: bool = False
 ) -> type[AttentionBackend]:
-    """Return the backend under test over vLLM's. recurrence: its column. stateless, module: as in HybridRunner and
-    `backend_class`."""
+    """Return the backend under test over vLLM's. kernels, stateless: as in HybridRunner; the others as in
+    `recurrent_backend`."""
     engine_builder = engine_backend.get_builder_cls()
-    claims = {"graph_support": GRAPH_SUPPORT[engine_builder._cudagraph_support.name]}
-    return backend_class(
+    return recurrent_backend(
+        engine_builder.__name__,
         module,
-        type(engine_builder.__name__, (RecurrentStates,), claims),
-        HEADS,
-        StateBackend,
-        recurrence=recurrence,
-        plays=_PLAYS,
-        engine=staticmethod(partial(HybridRunner, engine_backend, kernels, stateless=stateless)),
+        recurrence,
+        _PLAYS,
+        lambda graphs: HybridRunner(engine_backend, kernels, graphs, stateless=stateless),
+        GRAPH_SUPPORT[engine_builder._cudagraph_support.name],
+        "it does not say supports_draft_decode_metadata_update",
     )

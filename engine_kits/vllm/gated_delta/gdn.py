@@ -6,13 +6,13 @@ from typing import Any
 
 from attn_backends import AttentionBackend
 from engine_kits.hash_recurrence import Slots
-from engine_kits.vllm.recurrent_states import state_backend
+from engine_kits.vllm.recurrent_states import recurrent_backend_over
 
 
 def backend() -> type[AttentionBackend]:
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
 
-    return state_backend(GDNAttentionBackend, "gated_delta", kernels, __name__)
+    return recurrent_backend_over(GDNAttentionBackend, "gated_delta", kernels, __name__)
 
 
 def kernels(metadata: Any, tokens: list[int], slots: Slots) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from attn_backends import AttentionBackend
 from engine_kits.hash_recurrence import Slots
 from engine_kits.launches import OnTheDevice
-from engine_kits.vllm.recurrent_states import state_backend
+from engine_kits.vllm.recurrent_states import recurrent_backend_over
 
 
 def backend() -> type[AttentionBackend]:
@@ -17,7 +17,7 @@ def backend() -> type[AttentionBackend]:
 
     stage = kda_metadata.stage_spec_decode_metadata
     kda_metadata.stage_spec_decode_metadata = partial(_on_the_device, getattr(stage, "args", (stage,))[0])
-    return state_backend(kda_metadata.KimiK3KDAAttentionBackend, "kda", kernels, __name__)
+    return recurrent_backend_over(kda_metadata.KimiK3KDAAttentionBackend, "kda", kernels, __name__)
 
 
 def _on_the_device(stage: Callable[..., None], **tensors: Any) -> None:
