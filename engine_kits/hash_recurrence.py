@@ -34,9 +34,9 @@ class Slots:
     """The states and windows of one layer, which stand-ins for kernels read and write at an engine's indices.
 
     states: int64 [slots]. windows: int64 [slots, WINDOW + drafts]; a window starts at column 0, after drafts at the
-    number of those accepted. null: the highest index that belongs to no request; kernels skip rows with it or a lower
-    one. Below, slots are int [rows], or [rows, 1 + drafts] with a slot for each number of accepted drafts; row r has
-    tokens[starts[r] : starts[r + 1]].
+    number of those accepted. A token without a column is not written. null: the highest index that belongs to no
+    request; kernels skip rows with it or a lower one. Below, slots are int [rows], or [rows, 1 + drafts] with a slot
+    for each number of accepted drafts; row r has tokens[starts[r] : starts[r + 1]].
     """
 
     def __init__(self, slots: int, drafts: int, null: int) -> None:
@@ -67,7 +67,7 @@ class Slots:
         """
         for row, slot, new in self._rows(slots.gather(1, accepted[:, None].long() - 1)[:, 0], starts, tokens):
             state = int(self.states[slot])
-            for column, token in enumerate(new):
+            for column, token in enumerate(new[: slots.shape[1]]):
                 state = after(state, token)
                 if (target := int(slots[row, column])) > self._null:
                     self.states[target] = state
@@ -77,7 +77,8 @@ class Slots:
         for row, slot, new in self._rows(slots, starts, tokens):
             first = int(accepted[row])
             kept = self.windows[slot, first : first + WINDOW - 1].tolist()
-            self.windows[slot, : WINDOW - 1 + len(new)] = torch.tensor([*kept, *new])
+            text = torch.tensor([*kept, *new][: self.windows.shape[1]])
+            self.windows[slot, : len(text)] = text
 
     def _rows(self, slots: Tensor, starts: Tensor, tokens: Sequence[int]) -> Iterator[tuple[int, int, Sequence[int]]]:
         edges = starts.tolist()

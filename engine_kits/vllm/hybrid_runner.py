@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 
 from builders import AttentionSpec
 from engine_kits.hash_recurrence import WINDOW, Slots, sequential
+from engine_kits.records import tensors_in
 from engine_kits.state_traffic import DRAFTS, DrawnRequest, DrawnStep, StateEngine
 from engine_kits.vllm.config import LAYER, MAX_ROWS, MAX_TOKENS, config_of
 
@@ -72,15 +71,14 @@ class HybridRunner(StateEngine):
         by_name = {str(place): step for place, step in enumerate(steps)}
         state, uniform = self._gather(by_name)
         batch = self._batch(state, [by_name[name] for name in state.req_ids], uniform, padding)
-        rows, live = batch.num_reqs_after_padding, batch.num_reqs
+        rows = batch.num_reqs_after_padding
         tokens = [token for name in state.req_ids for token in by_name[name].tokens]
         metadata = self._build(batch, full=batch.graph)
         if batch.graph:
             captured, tokens = self._captured[rows], tokens + [0] * (rows * _WIDTH - len(tokens))
-            self.moved |= _moved(captured, metadata)
+            self.moved |= _moved(tensors_in(captured), tensors_in(metadata))
             metadata = captured
         self._kernels(metadata, tokens, self.slots)
-        assert not self._tables[live:].any()
 
     def accept(self, steps: Sequence[DrawnStep], kept: Sequence[int]) -> None:
         for step, drafts in zip(steps, kept, strict=True):
@@ -133,8 +131,8 @@ class HybridRunner(StateEngine):
     def _batch(self, state: Any, steps: Sequence[DrawnStep], uniform: int | None, padding: int) -> Any:
         """Fill the runner's buffers, and return the input batch over them; its graph is whether one is replayed."""
         live, lengths = len(steps), [len(step.tokens) for step in steps]
-        rows = self._rows_of_a_graph(lengths, uniform, padding) if self._graphs else 0
-        graph, rows = bool(rows), rows or live
+        graph = self._replays(lengths, uniform)
+        rows = live + padding if graph else live
         starts, lens = self._buffers.query_start_loc, self._buffers.seq_lens
         starts.fill_(sum(lengths))
         starts[: live + 1] = torch.tensor([0, *lengths]).cumsum(0)
@@ -166,11 +164,14 @@ class HybridRunner(StateEngine):
             graph=graph,
         )
 
-    def _rows_of_a_graph(self, lengths: Sequence[int], uniform: int | None, padding: int) -> int:
-        """Return how many rows the graph has that the runner replays for these rows; 0 if it replays none."""
-        if self._graphs == "v2":
-            return len(lengths) + padding if uniform == _WIDTH else 0
-        return _v1_graph()(lengths)
+    def _replays(self, lengths: Sequence[int], uniform: int | None) -> bool:
+        """Whether the runner replays a verification's graph for rows of these lengths."""
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        if self._graphs == "v1":
+            by_shape: bool = GPUModelRunner._is_uniform_decode(max(lengths), _WIDTH, sum(lengths), len(lengths))
+            return by_shape
+        return self._graphs == "v2" and uniform == _WIDTH
 
     def _build(self, batch: Any, *, full: bool, capture: bool = False) -> Any:
         from vllm.config.compilation import CUDAGraphMode
@@ -209,41 +210,7 @@ def _model_state(config: Any) -> Any:
     return MambaHybridModelState(config, SimpleNamespace(), None, _CPU)
 
 
-@cache
-def _v1_graph() -> Callable[[Sequence[int]], int]:
-    """Return the rule of the V1 runner: from the tokens of each row, the rows of the graph that it replays, or 0."""
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    config = copy.deepcopy(config_of(_SPEC, DRAFTS))
-    config.compilation_config.adjust_cudagraph_sizes_for_spec_decode(_WIDTH)
-    dispatcher = CudagraphDispatcher(config)
-    dispatcher.initialize_cudagraph_keys(config.compilation_config.cudagraph_mode, _WIDTH)
-    runner = SimpleNamespace(
-        _is_uniform_decode=GPUModelRunner._is_uniform_decode,
-        uniform_decode_query_len=_WIDTH,
-        cudagraph_dispatcher=dispatcher,
-        vllm_config=config,
-        model_config=config.model_config,
-        input_batch=SimpleNamespace(lora_id_to_lora_request={}),
-    )
-
-    def rows(lengths: Sequence[int]) -> int:
-        mode, shape, *_ = GPUModelRunner._determine_batch_execution_and_padding(
-            runner, sum(lengths), len(lengths), torch.tensor(lengths).numpy(), max(lengths)
-        )
-        return shape.num_reqs if mode == CUDAGraphMode.FULL else 0
-
-    return rows
-
-
-def _moved(captured: Any, built: Any) -> set[str]:
-    """Return the device tensors of the captured metadata that the built one lacks or has elsewhere."""
-    held, now = _device_tensors(captured), _device_tensors(built)
-    return {name for name, part in held.items() if name not in now or now[name].data_ptr() != part.data_ptr()}
-
-
-def _device_tensors(metadata: Any) -> dict[str, torch.Tensor]:
-    parts = vars(metadata).items()
-    return {name: part for name, part in parts if isinstance(part, torch.Tensor) and not name.endswith("_cpu")}
+def _moved(held: dict[str, torch.Tensor], built: dict[str, torch.Tensor]) -> set[str]:
+    """Return the tensors on the device that a graph holds, and that were not built there."""
+    device = {name: tensor.data_ptr() for name, tensor in held.items() if not name.endswith("_cpu")}
+    return {name for name, address in device.items() if name not in built or built[name].data_ptr() != address}

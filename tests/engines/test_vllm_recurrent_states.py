@@ -57,6 +57,30 @@ def keep_count_of_last_owner(runner):
     runner.model_state.add_request = lambda index, request: None
 
 
+def run_padded_tails_as_prompts(runner):
+    """Run a prompt's last token with its drafts, which are no tokens, as a prompt of them all: before vllm#55178."""
+    prepare = runner.model_state.prepare_attn
+
+    def as_prompts(batch, *args, **given):
+        batch.prefill_runs_as_decode_np = None
+        return prepare(batch, *args, **given)
+
+    runner.model_state.prepare_attn = as_prompts
+
+
+def run_first_tokens_as_decodes(runner):
+    """Run a prompt's first chunk of one token as a decode, from the slot's last state, as before vllm#32118."""
+    prepare = runner.model_state.prepare_attn
+
+    def as_decodes(batch, *args, **given):
+        if not given["for_capture"]:
+            first = (batch.seq_lens[: batch.num_reqs] == 1).numpy() & (batch.num_scheduled_tokens == 1)
+            batch.is_prefilling_np = batch.is_prefilling_np & ~first
+        return prepare(batch, *args, **given)
+
+    runner.model_state.prepare_attn = as_decodes
+
+
 def copy_metadata(runner):
     """Build each batch's metadata in new memory, which a graph does not read."""
     builder = runner.group.get_metadata_builder(0)
@@ -88,14 +112,21 @@ def test_counts_equal_those_of_vllm():
     assert verdict_of(GATED[0], "mixed-v2_graph", count_as_vllm) == verdict_of(GATED[0], "mixed-v2_graph")
 
 
-@pytest.mark.parametrize("name", [*GATED, *BY_ORDER])
-def test_stale_count_of_last_owner_is_found(name):
-    assert verdict_of(name, "elsewhere-v2_graph", keep_count_of_last_owner).wrong
-
-
-@pytest.mark.parametrize("name", GATED)
-def test_rows_without_drafts_marked_as_prompts_are_found(name):
-    assert verdict_of(name, "no_drafts-v2_graph", mark_rows_without_drafts).wrong
+@pytest.mark.parametrize(
+    ("change", "play", "name"),
+    [
+        (change, f"{traffic}-v2_graph", name)
+        for change, traffic, names in (
+            (keep_count_of_last_owner, "elsewhere", GATED + BY_ORDER),
+            (mark_rows_without_drafts, "no_drafts", GATED),
+            (run_padded_tails_as_prompts, "elsewhere", GATED + BY_ORDER),
+            (run_first_tokens_as_decodes, "chunks", GATED + BY_ORDER),
+        )
+        for name in names
+    ],
+)
+def test_earlier_bugs_are_found(change, play, name):
+    assert verdict_of(name, play, change).wrong
 
 
 @pytest.mark.parametrize("name", BY_ORDER)
@@ -103,13 +134,13 @@ def test_builders_by_order_ignore_the_mark(name):
     assert not verdict_of(name, "no_drafts-v2_graph", mark_rows_without_drafts).wrong
 
 
-@pytest.mark.parametrize("name", [*GATED, *BY_ORDER])
+@pytest.mark.parametrize("name", GATED + BY_ORDER)
 def test_metadata_in_new_memory_is_found(name):
     verdict = verdict_of(name, "verify-v2_graph", copy_metadata)
     assert verdict.moved and not verdict.wrong
 
 
-@pytest.mark.parametrize("name", [*GATED, *BY_ORDER])
+@pytest.mark.parametrize("name", GATED + BY_ORDER)
 def test_v1_replays_a_verification_for_prompts_of_its_shape(name):
     by_shape, by_state = (verdict_of(name, f"shaped_prompts-{runner}_graph") for runner in ("v1", "v2"))
     assert by_shape.wrong and by_shape.moved and by_shape.foreign

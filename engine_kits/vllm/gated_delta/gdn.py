@@ -6,6 +6,7 @@ from typing import Any
 
 from attn_backends import AttentionBackend
 from engine_kits.hash_recurrence import Slots
+from engine_kits.vllm.gated_delta import run_drafted
 from engine_kits.vllm.recurrent_states import recurrent_backend_over
 
 
@@ -17,15 +18,8 @@ def backend() -> type[AttentionBackend]:
 
 def kernels(metadata: Any, tokens: list[int], slots: Slots) -> None:
     """Stand in for the kernels of `QwenGatedDeltaNetAttention._forward_core`."""
-    m, other = metadata, tokens
-    if m.spec_sequence_masks is not None:
-        drafted, other = tokens, []
-        if m.num_prefills or m.num_decodes:
-            drafted, other = ([tokens[i] for i in part.tolist()] for part in (m.spec_token_indx, m.non_spec_token_indx))
-        rows = m.num_spec_decodes
-        columns, accepted, starts = m.spec_state_indices_tensor[:rows], m.num_accepted_tokens, m.spec_query_start_loc
-        slots.slide_drafts(columns[:, 0], accepted, starts, drafted)
-        slots.run_drafts(columns, accepted[:rows], starts, drafted)
+    m = metadata
+    other = tokens if m.spec_sequence_masks is None else run_drafted(m, tokens, slots)
     held, starts = m.non_spec_state_indices_tensor, m.non_spec_query_start_loc
     if m.num_prefills:
         slots.slide(held, starts, other, m.has_initial_state)

@@ -9,6 +9,7 @@ from typing import Any
 from attn_backends import AttentionBackend
 from engine_kits.hash_recurrence import Slots
 from engine_kits.launches import OnTheDevice
+from engine_kits.vllm.gated_delta import run_drafted
 from engine_kits.vllm.recurrent_states import recurrent_backend_over
 
 
@@ -28,17 +29,8 @@ def _on_the_device(stage: Callable[..., None], **tensors: Any) -> None:
 
 def kernels(metadata: Any, tokens: list[int], slots: Slots) -> None:
     """Stand in for the kernels of `KimiK3DeltaAttention._forward`."""
-    m, other = metadata, tokens
-    if rows := m.num_spec_decodes:
-        drafted, other = tokens, []
-        if m.spec_token_start is not None:
-            drafted = tokens[m.spec_token_start :][: m.num_spec_decode_tokens]
-            other = tokens[m.non_spec_token_start :][: m.num_prefill_tokens + m.num_decode_tokens]
-        elif m.num_prefills or m.num_decodes:
-            drafted, other = ([tokens[i] for i in part.tolist()] for part in (m.spec_token_indx, m.non_spec_token_indx))
-        columns, accepted, starts = m.spec_state_indices_tensor[:rows], m.num_accepted_tokens, m.spec_query_start_loc
-        slots.slide_drafts(columns[:, 0], accepted, starts, drafted)
-        slots.run_drafts(columns, accepted[:rows], starts, drafted)
+    m = metadata
+    other = run_drafted(m, tokens, slots) if m.num_spec_decodes else tokens
     held = m.non_spec_state_indices_tensor
     if m.num_prefills:
         for kernel in (slots.slide, slots.run):
