@@ -54,14 +54,15 @@ engine-vllm: $(VENV)/.installed $(VLLM)/.unpacked
 	PYTHONPATH=$(VLLM) $(BIN)/attn-backends check --engine vllm --json build/engines
 	PYTHONPATH=$(VLLM) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_vllm_inside.py tests/engines/test_vllm_blocks.py \
 		tests/engines/test_vllm_validator.py tests/engines/test_vllm_latents.py tests/engines/test_vllm_sparse_latents.py \
-		tests/engines/test_vllm_empty_updates.py tests/engines/test_vllm_engine_arm.py
+		tests/engines/test_vllm_empty_updates.py tests/engines/test_vllm_recurrent_states.py tests/engines/test_vllm_engine_arm.py
 
 engine-sglang: $(VENV)/.installed $(SGLANG)/.unpacked
 	PYTHONPATH=$(SGLANG) $(BIN)/attn-backends check --engine sglang --json build/engines
 	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest -q tests/engines/test_sglang_inside.py
 
 engine-sglang-rounds: $(VENV)/.installed $(SGLANG)/.unpacked
-	PYTHONPATH=$(SGLANG) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_sglang_rounds.py
+	PYTHONPATH=$(SGLANG) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_sglang_rounds.py \
+		tests/engines/test_sglang_recurrent_states.py
 
 $(VLLM)/.unpacked: engine_kits/vllm/requirements.txt | $(BIN)/pip
 	$(BIN)/python scripts/unpack_engine.py vllm==0.33.0 $(VLLM) engine_kits/vllm/requirements.txt

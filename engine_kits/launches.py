@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
@@ -34,3 +35,24 @@ def launch(kernel: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 def record_launches() -> None:
     """Route interpreter launches through `launch` from now on in this process."""
     GridExecutor.__call__ = lambda *args, **kwargs: launch(_run, *args, **kwargs)
+
+
+def launch_in_order() -> None:
+    """Make calls for programmatic dependent launch no-ops: in the interpreter a kernel starts after the previous one
+    has ended."""
+    import triton.language.extra.cuda as cuda
+
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        setattr(cuda, name, lambda **_: None)
+
+
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]  # as torch has it
+
+
+class OnTheDevice(TorchFunctionMode):
+    """Makes every tensor report that it is on the device, for functions that assert so before a launch."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return True if func == _IS_CUDA else func(*args, **(kwargs or {}))

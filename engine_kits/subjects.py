@@ -44,10 +44,19 @@ DENSE_LATENT = replace(
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A builder that a kit knows. module: in the kit's package. no_attention: why nothing attends with its metadata."""
+    """A builder that a kit knows. module: in the kit's package. no_attention: why nothing attends with its metadata.
+
+    families: the families of checks that judge it; empty for the kit's.
+    """
 
     module: str
     no_attention: str = ""
+    families: tuple[str, ...] = ()
+
+
+def state_builder(module: str) -> Listed:
+    """List a builder of metadata for recurrent states."""
+    return Listed(module, "a recurrence runs by its metadata, nothing attends", ("state",))
 
 
 def installed_version(package: str, releases: str, what: str) -> str:
@@ -64,8 +73,9 @@ def installed_version(package: str, releases: str, what: str) -> str:
     return found
 
 
-def subject_of(name: str, room: str, listed: Mapping[str, Listed], engine: str) -> Subject:
+def subject_of(name: str, room: str, listed: Mapping[str, Listed], engine: str, families: tuple[str, ...]) -> Subject:
     """Return the builder of this name as a subject. room: the kit's package. engine: name and version, as vllm 0.33.0.
+    families: the kit's.
 
     Raises BrokenBackend for a name that is not listed.
     """
@@ -76,7 +86,13 @@ def subject_of(name: str, room: str, listed: Mapping[str, Listed], engine: str) 
         )
     backend = import_module(f"{room}.{listed[name].module}").backend()
     backend.version = release
-    return Subject(backend(), torch.device("cpu"), engine=engine, no_attention=listed[name].no_attention)
+    return Subject(
+        backend(),
+        torch.device("cpu"),
+        engine=engine,
+        no_attention=listed[name].no_attention,
+        families=listed[name].families or families,
+    )
 
 
 def backend_class(

@@ -9,7 +9,7 @@ from engine_kits.sglang import (
     round_checks,  # noqa: F401  adds to the family
     stand_in,
 )
-from engine_kits.subjects import Listed, installed_version, subject_of
+from engine_kits.subjects import Listed, installed_version, state_builder, subject_of
 from spec_decode.testing.subject import Subject
 
 FAMILIES = ("graph",)
@@ -25,6 +25,8 @@ _BACKENDS = {
     "FlashMLAMultiStepDraftBackend": Listed("flashmla"),
     "TRTLLMMLAMultiStepDraftBackend": Listed("trtllm_mla"),
     "TritonMultiStepDraftBackend": Listed("triton"),
+    "GDNAttnBackend": state_builder("gdn"),
+    "Mamba2AttnBackend": state_builder("mamba2"),
 }
 NAMES = tuple(_BACKENDS)
 
@@ -38,4 +40,4 @@ def subjects(names: Sequence[str] = NAMES) -> list[Subject]:
     """Return these draft backends of the installed SGLang. Raises BrokenBackend for unknown ones, or another SGLang."""
     version = require_engine()
     stand_in.enter()
-    return [subject_of(name, __name__, _BACKENDS, f"sglang {version}") for name in names]
+    return [subject_of(name, __name__, _BACKENDS, f"sglang {version}", FAMILIES) for name in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -12,10 +13,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from engine_kits.kernels import stand_in_for
-from engine_kits.launches import record_launches
+from engine_kits.launches import OnTheDevice, launch_in_order, record_launches
 from engine_kits.sglang import pictures
 
 STEPS = 5
@@ -27,6 +27,8 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # there is nothing to compile for
 }
 _KERNELS = ("sgl_kernel", "flash_mla", "flashinfer", "deep_gemm")
+_SERVER = ("fastapi", "prometheus_client", "setproctitle", "torchao", "uvicorn", "uvloop")
+"""What the module of a model's runner imports, and no builder calls."""
 _PROPERTIES = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30, warp_size=32
 )
@@ -53,21 +55,16 @@ def on_an_h200() -> Iterator[None]:
         yield
 
 
-_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]  # as torch has it
-
-
-class _OnTheCpu(TorchFunctionMode):
-    """Creates on the CPU what SGLang creates on the device, and reports that it is on the device."""
+class _OnTheCpu(OnTheDevice):
+    """Creates on the CPU what SGLang creates on the device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _IS_CUDA:
-            return True
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def enter() -> None:
@@ -75,19 +72,12 @@ def enter() -> None:
     if "sglang" in sys.modules:
         return
     record_launches()
-    _launch_in_order()
+    launch_in_order()
     os.environ.update(_ENVIRONMENT)
-    stand_in_for(*_KERNELS)
+    warnings.filterwarnings("ignore", "Triton is not supported on current platform")  # as on a machine without a GPU
+    stand_in_for(*_KERNELS, *_SERVER)
     pictures.do_without()
     _publish()
-
-
-def _launch_in_order() -> None:
-    """Make PDL calls no-ops: in the interpreter a kernel starts after the previous one has ended."""
-    import triton.language.extra.cuda as cuda
-
-    for name in ("gdc_wait", "gdc_launch_dependents"):
-        setattr(cuda, name, lambda **_: None)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine_kits.subjects import Listed, installed_version, subject_of
+from engine_kits.subjects import Listed, installed_version, state_builder, subject_of
 from engine_kits.vllm import stand_in
 from spec_decode.testing.subject import Subject
 
@@ -25,6 +25,10 @@ _BUILDERS = {
     "KpoolTailMetadataBuilder": Listed(
         "kpool_tail", "the tail of a pool is stored by its metadata, nothing attends to it"
     ),
+    "GDNAttentionMetadataBuilder": state_builder("gated_delta.gdn"),
+    "Mamba2AttentionMetadataBuilder": state_builder("mamba.mamba2"),
+    "ShortConvAttentionMetadataBuilder": state_builder("mamba.short_conv"),
+    "KimiK3KDAMetadataBuilder": state_builder("gated_delta.kda"),
 }
 NAMES = tuple(_BUILDERS)
 
@@ -38,4 +42,4 @@ def subjects(names: Sequence[str] = NAMES) -> list[Subject]:
     """Return these builders of the installed vLLM. Raises BrokenBackend for unknown ones, or a vLLM other than 0.33."""
     version = require_engine()
     stand_in.enter()
-    return [subject_of(name, __name__, _BUILDERS, f"vllm {version}") for name in names]
+    return [subject_of(name, __name__, _BUILDERS, f"vllm {version}", FAMILIES) for name in names]

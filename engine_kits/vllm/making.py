@@ -62,7 +62,7 @@ def builder_class(
         claimed = engine_builder.get_cudagraph_support(prepared(_PLAIN), group(_PLAIN))
     body = {
         "make": staticmethod(make),
-        "graph_support": _GRAPH_SUPPORT[claimed.name],
+        "graph_support": GRAPH_SUPPORT[claimed.name],
         "step_fields": step_fields,
         "scratch": scratch,
     }
@@ -75,7 +75,7 @@ def with_empty_update(engine_builder: Any, name: str) -> Any:
     return type(name, (engine_builder,), {"supports_draft_decode_metadata_update": True, **hook})
 
 
-_GRAPH_SUPPORT = {
+GRAPH_SUPPORT = {
     "NEVER": GraphSupport.NEVER,
     "UNIFORM_SINGLE_TOKEN_DECODE": GraphSupport.SINGLE_TOKEN_DECODE,
     "UNIFORM_BATCH": GraphSupport.UNIFORM_BATCH,

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import torch
 
 from engine_kits.kernels import KernelPackage, stand_in_for
-from engine_kits.launches import record_launches
+from engine_kits.launches import launch_in_order, record_launches
 
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",  # otherwise vLLM finds Triton without a driver and disables it
@@ -32,6 +32,7 @@ def enter() -> None:
     if "vllm" in sys.modules:
         return
     record_launches()
+    launch_in_order()
     os.environ.update(_ENVIRONMENT)
     for name in _EXTENSIONS:
         sys.modules[name] = ModuleType(name)
@@ -45,7 +46,7 @@ def enter() -> None:
 
     for name in _OPS:
         setattr(torch.ops, name, MagicMock(name=name))
-    stand_in_for("flashinfer")
+    stand_in_for("flashinfer", "compressed_tensors")
     stand_in_for("vllm.vllm_flash_attn", kind=_FlashAttention)
 
 

@@ -213,11 +213,10 @@ def check(options: _Options) -> None:
             "--strict-claims needs all checks of a backend, but --family, --only, --quick or --engine leaves some out. "
             "Omit it, or omit --strict-claims."
         )
-    families = options.families or (kit_of(options.engine).FAMILIES if options.engine else ())
     isolated = set() if options.engine else _isolated(chosen, options.isolate)
     paths = _report_paths(options.target, chosen, f"check-{options.engine}-" if options.engine else "check-")
     shown = (options.verbose, options.quick, options.engine or "", _soak_length(options), options.seed or 0)
-    run = CheckRun(stdout(), where, families, options.checks, *shown, again=click.get_current_context().obj)
+    run = CheckRun(stdout(), where, options.families, options.checks, *shown, again=click.get_current_context().obj)
     reports = [_check_and_save(run, name, name in isolated, paths.get(name), options.resume) for name in chosen]
     if options.checks and not any(report.results for report in reports if report):
         raise _no_such_check(options.checks)

@@ -33,7 +33,6 @@ class EngineKit(Protocol):
     """The interface of a module engine_kits.ENGINE."""
 
     NAMES: Sequence[str]
-    FAMILIES: Sequence[str]
 
     def require_engine(self) -> str: ...
 

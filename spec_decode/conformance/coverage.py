@@ -21,7 +21,7 @@ from spec_decode.testing.subject import Subject
 Coverage = Callable[[Subject, Any], Iterable[str]]
 """Returns the columns that a check covers on a case, its second argument."""
 
-FAMILIES = ("contract", "builder", "numerics", "refusal", "poison", "graph", "drafter", "soak")
+FAMILIES = ("contract", "builder", "numerics", "refusal", "poison", "graph", "state", "drafter", "soak")
 """Families of checks, in the order in which they run."""
 ON_REQUEST = ("soak",)
 """Families that run only on request, because they take minutes."""

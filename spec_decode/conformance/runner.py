@@ -159,6 +159,7 @@ def check_list(
     except BrokenBackend as error:
         return CheckList(unloaded(name, environment(device), command, Outcome.UNAVAILABLE, str(error)), ())
     every = expand(subject, {*(families or ()), *(pattern.partition(".")[0] for pattern in checks or ())})
+    families = families or subject.families
     wanted = [check for check in every if check.quick >= quick and _wanted(check, families, checks, tags)]
     report = Report(
         backend=name,

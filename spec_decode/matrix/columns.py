@@ -35,6 +35,10 @@ _AXES: dict[str, tuple[str, dict[str, str]]] = {
             "sparse": "sparse",
         },
     ),
+    "recurrence": (
+        "Recurrent state",
+        {"gated_delta": "gated delta rule", "kda": "KDA", "ssd": "Mamba2", "conv": "short convolution"},
+    ),
     "fused_write": ("Fused writes", {"rope": "rope + write", "kv_a_norm_rope": "norm + rope + write"}),
     "family": ("Other checks", {}),
 }
@@ -52,6 +56,10 @@ _MEANINGS = {
     "graph:advance": "How the metadata moves one token forward.",
     **{f"strategy:{each.value}": (inspect.getdoc(each.implementation) or "").partition("\n")[0] for each in Strategy},
     "kv:mixed": "The KV cache's dtype differs from the queries', and is as wide or wider.",
+    "recurrence:gated_delta": "A matrix with one decay per head, as in Qwen3-Next and Qwen3.5.",
+    "recurrence:kda": "A matrix with one decay per head and key channel: Kimi Delta Attention.",
+    "recurrence:ssd": "A matrix that tokens are added to, as in Mamba2.",
+    "recurrence:conv": "A window of inputs only, as in LFM2.",
     "feature:sparse": "The softmax includes listed entries of a second, compressed cache.",
     "feature:non_causal": "Query tokens that are predicted as a block: each sees the later ones too.",
     "feature:tree": "Query tokens that form trees: each sees its ancestors, not its siblings.",

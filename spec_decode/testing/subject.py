@@ -50,6 +50,8 @@ class Subject:
     """The engine, with its version, that this builder belongs to; empty for a backend of this library."""
     no_attention: str = ""
     """Why no attention uses the builder's metadata, so only fields are checked; empty if a forward does."""
+    families: tuple[str, ...] = ()
+    """The families that can judge it; empty for all."""
 
     def base_spec(self) -> AttentionSpec:
         """Return the plainest spec that the backend accepts: grouped and in fp32 if supported.

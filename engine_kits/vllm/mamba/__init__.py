@@ -1,0 +1,1 @@
+"""The builders over BaseMambaAttentionMetadataBuilder, which split rows by their order."""
