@@ -118,10 +118,10 @@ class StateBackend(ABC):
 
         slots, seq_lens: int64 [n]; slots of the cache.
         """
-        replay = seq_lens - cache.lengths.base[slots]
-        has = (seq_lens == 0) | ((replay >= 0) & (replay <= cache.lengths.held[slots]))
-        found = replayed(cache, slots, torch.where(has & (seq_lens > 0), replay, 0), seq_lens > 0)
-        state, window = (part.masked_fill(~has.view(-1, *(1,) * (part.dim() - 1)), torch.nan) for part in found)
+        has, replay = cache.lengths.reach(slots, seq_lens)
+        state, window = replayed(cache, slots, replay, seq_lens > 0)
+        state.masked_fill_(~has[:, None, None, None], torch.nan)
+        window.masked_fill_(~has[:, None, None], torch.nan)
         return state, window
 
     def copy(self, caches: Sequence[StateCache], sources: Tensor, targets: Tensor, seq_lens: Tensor) -> None:
@@ -138,10 +138,9 @@ class StateBackend(ABC):
             state, window = self.read(cache, sources, seq_lens)
             cache.state[targets] = state.to(cache.state.dtype)
             cache.conv[targets, : window.shape[1]] = window
-        replay = seq_lens - lengths.base[sources]
-        has = (seq_lens == 0) | ((replay >= 0) & (replay <= lengths.held[sources]))
+        has, _ = lengths.reach(sources, seq_lens)
         lengths.base[targets] = seq_lens.int()
-        lengths.held[targets] = torch.zeros_like(seq_lens).int()
+        lengths.held[targets] = torch.zeros_like(lengths.held[targets])
         lengths.lost[targets] |= (~has).int()
 
     def move_accepted(

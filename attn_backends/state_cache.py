@@ -30,6 +30,14 @@ class StateLengths:
     held: Tensor
     lost: Tensor
 
+    def reach(self, slots: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return whether each slot has the state of its first seq_lens tokens, bool [n], and the journal entries that
+        lead there, int64 [n]; both arguments are int64 [n]."""
+        replay = seq_lens - self.base[slots]
+        empty = seq_lens == 0
+        has = (replay >= 0) & (replay <= self.held[slots])
+        return empty | has, torch.where(has & ~empty, replay, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
@@ -138,8 +146,8 @@ def plan_step(lengths: StateLengths, metadata: StateMetadata, spec: StateSpec) -
     slot = torch.where(runs, slots, 0)
     context = torch.where(runs, seq_lens - query_lens, 0)
     fresh = runs & (context == 0)
-    replay = torch.where(runs & ~fresh, context - lengths.base[slot], 0)
-    lost = runs & ~fresh & ((replay < 0) | (replay > lengths.held[slot]))
+    has, replay = lengths.reach(slot, context)
+    lost = runs & ~has
     fold = fresh
     if not metadata.absorb:
         full = replay + query_lens + metadata.reserve > spec.journal
@@ -177,7 +185,7 @@ def replayed(cache: StateCache, slot: Tensor, replay: Tensor, filled: Tensor) ->
         after = state * factor[:, entry] + key[:, entry, ..., None] * update[:, entry, :, None]
         state = torch.where(_over(filled & (entry < replay), state), after, state)
     width = cache.conv.shape[1] - key.shape[1]
-    place = replay[:, None] + torch.arange(width, device=replay.device)
+    place = replay.clamp(0, key.shape[1])[:, None] + torch.arange(width, device=replay.device)
     window = cache.conv[slot].gather(1, place[..., None].expand(-1, -1, cache.conv.shape[2]))
     return state, torch.where(_over(filled, window), window, 0.0)
 

@@ -84,19 +84,6 @@ class StateSpec:
         per_channel = self.recurrence is Recurrence.KDA
         return (self.num_value_heads, self.key_dim) if per_channel else (self.num_value_heads,)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a slot's checkpoint in one layer."""
-        window = (self.conv_width - 1) * self.conv_channels * self.dtype.itemsize
-        return self.num_value_heads * self.key_dim * self.value_dim * self.state_dtype.itemsize + window
-
-    @property
-    def journal_bytes(self) -> int:
-        """Bytes of a slot's journal in one layer."""
-        decay = torch.Size(self.decay_dims).numel()
-        entry = self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim + decay
-        return self.journal * (entry * torch.float32.itemsize + self.conv_channels * self.dtype.itemsize)
-
     def describe(self) -> str:
         """Return one line for tables and messages."""
         parts = [

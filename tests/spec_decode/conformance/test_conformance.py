@@ -50,7 +50,8 @@ def params_of(backend: str) -> dict[Check, Any]:
 def reference_checks() -> list[Any]:
     return [
         param if runs_often(check) else pytest.param(*param.values, id=param.id, marks=[*param.marks, pytest.mark.slow])
-        for check, param in params_of("torch_reference").items()
+        for backend in ("torch_reference", "torch_state")
+        for check, param in params_of(backend).items()
         if check.id != ON_A_DEVICE
     ]
 
@@ -83,7 +84,7 @@ def test_triton_paged_passes_its_checks(check: Callable[[], None]) -> None:
 @pytest.mark.parametrize("backend", ["torch_reference", "triton_paged"])
 def test_every_family_has_checks_with_unique_ids(backend: str) -> None:
     checks = iter_checks(backend, device=CPU)
-    assert {check.family for check in checks} == {*FAMILIES} - {*ON_REQUEST}
+    assert {check.family for check in checks} == {*FAMILIES} - {*ON_REQUEST, "state"}
     assert len({check.id for check in checks}) == len(checks)
 
 
