@@ -352,11 +352,12 @@ def bad_tensors_never_reach_a_kernel(subject: StateSubject, spec: StateSpec) -> 
     good = StateInputs(x, decay, beta, weight, bias)
     wrong = [good._replace(**{name: part.double()}) for name, part in good._asdict().items()]
     wrong += [good._replace(**{name: part[:-1]}) for name, part in good._asdict().items()]
-    other = subject.backend.allocate_state(replace(spec, num_key_heads=4), 1, 6, subject.device)[0]
+    cache = fixture.caches[0]
+    misfits = [replace(cache, state=cache.state[..., :-1]), replace(cache, key=cache.key.double())]
     before = fixture.content(4)
-    for inputs, cache in (*((inputs, fixture.caches[0]) for inputs in wrong), (good, other)):
+    for inputs, own in (*((inputs, cache) for inputs in wrong), *((good, misfit) for misfit in misfits)):
         try:
-            subject.backend.forward(inputs, cache, metadata, spec=spec)
+            subject.backend.forward(inputs, own, metadata, spec=spec)
         except BatchError:
             continue
         got = {name: (part.dtype, list(part.shape)) for name, part in inputs._asdict().items()}

@@ -164,6 +164,8 @@ class StateFixture:
             self.buffers.set_uniform(count)
             view = self._view([count], self.rows)
             step = self._step(self.buffers.tree_view(view) if tree else view, how)
+            # At their first call kernels are compiled, which no graph can hold.
+            step.run()
             self._graphs[key] = step._replace(run=runtime_for(self.device).capture(step.run).replay)
         return self._graphs[key]
 

@@ -26,11 +26,11 @@ class Slots:
         self.buffers = BatchBuffers(tables, max_tokens=max_tokens)
         self.builder = self.backend.builder(spec, CPU, max_reqs=3, max_tokens=max_tokens, max_seq_len=256)
 
-    def metadata(self, slots, query_lens, seq_lens, **how):
+    def metadata(self, slots, query_lens, seq_lens, max_seq_len=256, **how):
         self.buffers.tables.load([[[slot] for slot in slots]], [256] * len(slots))
         rows, tokens = self.buffers.load(query_lens, seq_lens)
         shape = {"num_reqs": rows, "num_tokens": tokens, "max_query_len": max(query_lens)}
-        view = self.buffers.view(0, **shape, uniform=len({*query_lens}) == 1)
+        view = self.buffers.view(0, **shape, max_seq_len=max_seq_len, uniform=len({*query_lens}) == 1)
         return self.builder.build(view, **how)
 
     def step(self, inputs, *batch, **how):
@@ -108,6 +108,7 @@ STEPS = {
     "a lost start": ([([1], [2], [9], {})], [0, 0, 1]),
     "a context before the checkpoint": ([([1], [5], [5], {"absorb": True}), ([1], [2], [6], {})], [5, 0, 1]),
     "no fold and no room": ([([1], [6], [6], {}), ([1], [3], [9], {"may_fold": False})], [0, 6, 1]),
+    "a length beyond the bound": ([([1], [3], [3], {"max_seq_len": 2})], [0, 0, 0]),
     "a prompt after a lost state": ([([1], [2], [9], {}), ([1], [2], [2], {"absorb": True})], [2, 0, 1]),
 }
 
@@ -118,6 +119,16 @@ def test_lengths_after_steps(steps, wanted):
     for rows, query_lens, seq_lens, how in steps:
         slots.step(inputs_of(SPEC, sum(query_lens)), rows, query_lens, seq_lens, **how)
     assert [part[1] for part in slots.lengths()] == wanted
+
+
+def test_slot_outside_the_cache_is_inert():
+    slots, inputs = Slots(SPEC), inputs_of(SPEC, 6)
+    metadata = slots.metadata([1, 2], [3, 3], [3, 3])
+    metadata.slots.copy_(torch.tensor([1, 3]))
+    out = slots.backend.forward(inputs, slots.cache, metadata, spec=SPEC)
+    slots.backend.end_step(slots.cache.lengths, metadata, spec=SPEC)
+    assert slots.lengths() == [[0, 0, 0], [0, 3, 0], [0, 0, 0]]
+    assert out[:3].ne(0).any() and not out[3:].ne(0).any()
 
 
 def test_copy_of_a_state_that_is_not_there_is_lost():
