@@ -26,11 +26,16 @@ from attn_backends.registry import (
     UnknownBackend,
     explain,
     get,
+    get_state,
     names,
     register,
+    state_names,
     unregister,
 )
 from attn_backends.selection import NoBackend, Selection, select
+from attn_backends.state import StateBackend, StateInputs, check_state_inputs
+from attn_backends.state_cache import StateCache, StateLengths, StepPlan
+from attn_backends.state_capabilities import StateCapabilities, StateFeature
 
 __all__ = [
     "FP8_DS_MLA",
@@ -52,15 +57,25 @@ __all__ = [
     "Rejected",
     "Selection",
     "Sizes",
+    "StateBackend",
+    "StateCache",
+    "StateCapabilities",
+    "StateFeature",
+    "StateInputs",
+    "StateLengths",
+    "StepPlan",
     "UnknownBackend",
     "cache_layout",
     "check_forward_inputs",
+    "check_state_inputs",
     "check_write_inputs",
     "explain",
     "get",
+    "get_state",
     "names",
     "register",
     "select",
+    "state_names",
     "unregister",
 ]
 

@@ -62,7 +62,7 @@ class Sizes:
     among: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _require_all(
+        require_all(
             self,
             ("minimum", "1 or more", _is_count(self.minimum)),
             ("maximum", "1 or more, or None", self.maximum is None or _is_count(self.maximum)),
@@ -169,24 +169,24 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         sizes, dtypes, features = "a Sizes", "torch dtypes", "a frozenset of Feature"
-        valid_features = _is_set_of(Feature, self.features)
-        required = _is_set_of(Feature, self.required) and (not valid_features or self.required <= self.features)
-        _require_all(
+        valid_features = is_set_of(Feature, self.features)
+        required = is_set_of(Feature, self.required) and (not valid_features or self.required <= self.features)
+        require_all(
             self,
-            ("devices", "a tuple of types such as 'cpu' and 'cuda', one or more", _are_device_types(self.devices)),
-            ("dtypes", f"a tuple of {dtypes}, one or more", _is_tuple_of(torch.dtype, self.dtypes)),
+            ("devices", "a tuple of types such as 'cpu' and 'cuda', one or more", are_device_types(self.devices)),
+            ("dtypes", f"a tuple of {dtypes}, one or more", is_tuple_of(torch.dtype, self.dtypes)),
             ("head_dims", sizes, isinstance(self.head_dims, Sizes)),
             ("page_sizes", sizes, isinstance(self.page_sizes, Sizes)),
             ("features", features, valid_features),
             ("required", f"{features} in `features`", required),
-            ("kinds", "a tuple of AttentionKind, one or more", _is_tuple_of(AttentionKind, self.kinds)),
+            ("kinds", "a tuple of AttentionKind, one or more", is_tuple_of(AttentionKind, self.kinds)),
             ("value_dims", f"{sizes} or None", self.value_dims is None or isinstance(self.value_dims, Sizes)),
-            ("kv_dtypes", f"a tuple of {dtypes}", self.kv_dtypes == () or _is_tuple_of(torch.dtype, self.kv_dtypes)),
+            ("kv_dtypes", f"a tuple of {dtypes}", self.kv_dtypes == () or is_tuple_of(torch.dtype, self.kv_dtypes)),
             ("quantises_queries", "a bool", isinstance(self.quantises_queries, bool)),
             ("rounds_partials", "a bool", isinstance(self.rounds_partials, bool)),
             ("lowest_score", "a finite float below 0, or None", _is_low(self.lowest_score)),
             ("mixed_kv_dtypes", "a bool", isinstance(self.mixed_kv_dtypes, bool)),
-            ("fused_writes", "a frozenset of FusedWrite", _is_set_of(FusedWrite, self.fused_writes)),
+            ("fused_writes", "a frozenset of FusedWrite", is_set_of(FusedWrite, self.fused_writes)),
             ("compute_capability", "two counts such as (8, 0)", is_version(self.compute_capability)),
             ("one_major_version", "a bool", isinstance(self.one_major_version, bool)),
         )
@@ -200,17 +200,7 @@ class Capabilities:
         return [*self._shape_reasons(spec), *self._feature_reasons(spec)]
 
     def _device_reasons(self, device: torch.device) -> list[str]:
-        if device.type not in self.devices:
-            return [f"runs on {' and '.join(self.devices)}, not on {device.type}"]
-        if device.type == "cuda":
-            if not torch.cuda.is_available():
-                return ["needs a CUDA device and this machine has none"]
-            found = torch.cuda.get_device_capability(device)
-            if found < self.compute_capability:
-                return [f"needs compute capability {self.compute_capability}, the device has {found}"]
-            if self.one_major_version and found[0] != self.compute_capability[0]:
-                return [f"runs on compute capability {self.compute_capability[0]} only, the device has {found}"]
-        return []
+        return device_reasons(self.devices, self.compute_capability, self.one_major_version, device)
 
     def _shape_reasons(self, spec: AttentionSpec) -> list[str]:
         reasons = []
@@ -245,6 +235,23 @@ class Capabilities:
         ]
 
 
+def device_reasons(
+    devices: tuple[str, ...], compute_capability: tuple[int, int], one_major_version: bool, device: torch.device
+) -> list[str]:
+    """Return why kernels of these claims cannot run on the device; empty if they can."""
+    if device.type not in devices:
+        return [f"runs on {' and '.join(devices)}, not on {device.type}"]
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return ["needs a CUDA device and this machine has none"]
+        found = torch.cuda.get_device_capability(device)
+        if found < compute_capability:
+            return [f"needs compute capability {compute_capability}, the device has {found}"]
+        if one_major_version and found[0] != compute_capability[0]:
+            return [f"runs on compute capability {compute_capability[0]} only, the device has {found}"]
+    return []
+
+
 def is_version(value: object) -> TypeGuard[tuple[int, int]]:
     """Return whether it is a (major, minor) tuple. A negative number would sort before every real version."""
     return isinstance(value, tuple) and len(value) == 2 and all(isinstance(n, int) and n >= 0 for n in value)
@@ -255,10 +262,10 @@ def _is_count(value: object) -> bool:
 
 
 def _are_counts(sizes: object) -> bool:
-    return _is_tuple_of(int, sizes) and all(map(_is_count, cast("tuple[int, ...]", sizes)))
+    return is_tuple_of(int, sizes) and all(map(_is_count, cast("tuple[int, ...]", sizes)))
 
 
-def _is_tuple_of(kind: type, value: object) -> bool:
+def is_tuple_of(kind: type, value: object) -> bool:
     return isinstance(value, tuple) and value != () and all(isinstance(item, kind) for item in value)
 
 
@@ -266,19 +273,19 @@ def _is_low(score: object) -> bool:
     return score is None or (isinstance(score, float) and -math.inf < score < 0)
 
 
-def _is_set_of(kind: type, value: object) -> bool:
+def is_set_of(kind: type, value: object) -> bool:
     return isinstance(value, frozenset) and all(isinstance(item, kind) for item in value)
 
 
-def _are_device_types(value: object) -> bool:
+def are_device_types(value: object) -> bool:
     """Return whether all are torch device types. A type with an index would match no device, so it does not count."""
     try:
-        return _is_tuple_of(str, value) and all(torch.device(kind).type == kind for kind in cast("tuple[str]", value))
+        return is_tuple_of(str, value) and all(torch.device(kind).type == kind for kind in cast("tuple[str]", value))
     except RuntimeError:
         return False
 
 
-def _require_all(record: object, *rules: tuple[str, str, bool]) -> None:
+def require_all(record: object, *rules: tuple[str, str, bool]) -> None:
     """Raise CapabilitiesError for rules that do not hold. A rule: the field, what it must be, whether it is."""
     wrong = [f"{name} must be {rule}, got {getattr(record, name)!r}" for name, rule, holds in rules if not holds]
     if wrong:

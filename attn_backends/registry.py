@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 from urllib.parse import quote
 
 import torch
@@ -14,8 +14,10 @@ import torch
 from attn_backends.base import AttentionBackend
 from attn_backends.capabilities import Accepted, Capabilities, Rejected, is_version
 from attn_backends.extras import install_hint
+from attn_backends.state import StateBackend
+from attn_backends.state_capabilities import StateCapabilities
 from attn_backends.torch_settings import torch_settings_kept
-from builders import CONTRACT_VERSION, AttentionSpec, MetadataBuilder
+from builders import CONTRACT_VERSION, AttentionSpec, MetadataBuilder, StateBuilder, StateSpec
 from builders.errors import did_you_mean
 
 ENTRY_POINT_GROUP = "attn_backends"
@@ -25,8 +27,9 @@ _NAME_RULE = "ASCII letters, digits, _, . and -, beginning with a letter or a di
 """What a report's file name, a terminal and a table can all show."""
 _RESERVED_NAMES = ("all", "available")
 
-Factory = Callable[[], AttentionBackend]
-B = TypeVar("B", bound=AttentionBackend)
+Backend: TypeAlias = AttentionBackend | StateBackend
+Factory = Callable[[], Backend]
+B = TypeVar("B", bound=Backend)
 
 
 class BackendError(LookupError):
@@ -56,6 +59,8 @@ class MissingPackage(BrokenBackend):
 class _Registration(NamedTuple):
     factory: Factory | str
     extra: str | None = None
+    state: bool = False
+    """Whether it is a StateBackend."""
 
 
 _BUILT_IN = {
@@ -71,10 +76,11 @@ _BUILT_IN = {
     "flashinfer_xqa": _Registration("attn_backends.flashinfer:FlashInferXqa", "flashinfer"),
     "flashmla": _Registration("attn_backends.flashmla:FlashMla", "vllm"),
     "flashmla_sparse": _Registration("attn_backends.flashmla_sparse:FlashMlaSparse", "vllm"),
+    "torch_state": _Registration("attn_backends.torch_state:TorchState", state=True),
 }
 _registered = dict(_BUILT_IN)
-_loaded: dict[str, AttentionBackend] = {}
-_started_cuda: list[AttentionBackend] = []
+_loaded: dict[str, Backend] = {}
+_started_cuda: list[Backend] = []
 _refused: dict[str, str] = {}
 
 
@@ -94,8 +100,8 @@ def register(backend: type[B] | None = None, /, *, replace: bool = False) -> Any
 
     The first `get` makes the instance, without arguments. replace: override a name that is already registered.
 
-    Raises BackendError for anything but a subclass of AttentionBackend and for an invalid name, and DuplicateBackend
-    for a name that is taken or differs from another only in case. Nothing is registered then.
+    Raises BackendError for anything but a subclass of AttentionBackend or StateBackend and for an invalid name, and
+    DuplicateBackend for a name that is taken or differs from another only in case. Nothing is registered then.
     """
     if backend is None:
         return lambda decorated: _register(decorated, replace)
@@ -103,14 +109,15 @@ def register(backend: type[B] | None = None, /, *, replace: bool = False) -> Any
 
 
 def _register(backend: type[B], replace: bool) -> type[B]:
-    if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
+    if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise BackendError(
-            f"@register must decorate a subclass of AttentionBackend, got {backend!r}. State the name in the class."
+            f"@register must decorate a subclass of AttentionBackend or StateBackend, got {backend!r}. State the name "
+            "in the class."
         )
     name: str = getattr(backend, "name", "")
     if problem := name_problem(name):
         raise BackendError(f"{problem}, the name of {backend.__qualname__}. Choose another name.")
-    for known in names():
+    for known in (*names(), *state_names()):
         if name != known and name.casefold() == known.casefold():
             raise DuplicateBackend(
                 f"backend names must differ by more than case, {name!r} and {known!r} do not. Choose another name."
@@ -119,7 +126,7 @@ def _register(backend: type[B], replace: bool) -> type[B]:
             raise DuplicateBackend(
                 f"backend {name!r} is already registered; pass replace=True to override it, or choose another name"
             )
-    _registered[name] = _Registration(backend)
+    _registered[name] = _Registration(backend, state=issubclass(backend, StateBackend))
     _loaded.pop(name, None)
     return backend
 
@@ -134,20 +141,49 @@ def unregister(name: str) -> None:
 
 
 def names() -> list[str]:
-    """Return every known name: built-in backends, those registered in this process, then those that packages declare.
+    """Return the name of every attention backend: built-in ones, those registered in this process, then those that
+    packages declare, of which any can turn out to be a StateBackend once it is loaded.
 
     A package cannot override a built-in name: its backend is listed as "package:name" and does not load. If several
     packages declare a name, or names that differ only in case, each backend is listed as "package:name" and loads by
     that name. An invalid name is listed as "package:name" with the name percent-encoded, and does not load.
     """
-    return [*_registered, *(name for name in _declared() if name not in _registered)]
+    known = [name for name, registration in _registered.items() if not registration.state]
+    return [*known, *(name for name in _declared() if name not in _registered)]
+
+
+def state_names() -> list[str]:
+    """Return the name of every backend of recurrent state: built-in ones, then those registered in this process."""
+    return [name for name, registration in _registered.items() if registration.state]
 
 
 def get(name: str) -> AttentionBackend:
-    """Return the backend of that name, imported on first use.
+    """Return the attention backend of that name, imported on first use.
 
     Raises UnknownBackend (lists the names) or BrokenBackend (why it does not load, and the extra that would help).
     """
+    backend = load(name)
+    if isinstance(backend, AttentionBackend):
+        return backend
+    raise UnknownBackend(
+        f"attention needs one of {', '.join(sorted(names()))}, got {name!r}, which keeps recurrent state. Name one of "
+        "these, or pass a StateSpec."
+    )
+
+
+def get_state(name: str) -> StateBackend:
+    """Return the backend of recurrent state of that name. Raises UnknownBackend or BrokenBackend, as `get`."""
+    backend = load(name)
+    if isinstance(backend, StateBackend):
+        return backend
+    raise UnknownBackend(
+        f"recurrent state needs one of {', '.join(sorted(state_names()))}, got {name!r}, which computes attention. "
+        "Name one of these, or pass an AttentionSpec."
+    )
+
+
+def load(name: str) -> Backend:
+    """Return the backend of that name, of either kind. Raises as `get`."""
     if name not in _loaded:
         registration = _registered.get(name) or _from_entry_point(name)
         cuda_before = torch.cuda.is_initialized()
@@ -187,17 +223,19 @@ def refuse(name: str, why: str) -> None:
     _refused[name] = why
 
 
-def started_cuda(backend: AttentionBackend) -> bool:
+def started_cuda(backend: Backend) -> bool:
     """Return whether loading this backend initialised CUDA, which takes memory and the user's choice of device."""
     return any(loaded is backend for loaded in _started_cuda)
 
 
-def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | Rejected:
+def explain(name: str, spec: AttentionSpec | StateSpec, device: torch.device) -> Accepted | Rejected:
     """Return whether the named backend serves the spec on the device; Rejected with the reason if it does not load."""
     try:
-        backend = get(name)
+        backend: Any = load(name)
     except BrokenBackend as error:
         return Rejected((str(error),))
+    if isinstance(backend, StateBackend) is not isinstance(spec, StateSpec):
+        return Rejected((f"takes {'a StateSpec' if isinstance(backend, StateBackend) else 'an AttentionSpec'}",))
     try:
         answer = backend.supports(spec, device)
     except KeyboardInterrupt:
@@ -238,9 +276,10 @@ def _from_entry_point(name: str) -> _Registration:
         raise BrokenBackend(_refused[name])
     points = _declared().get(name)
     if points is None:
+        known = [*names(), *state_names()]
         raise UnknownBackend(
-            f"a backend must be one of {', '.join(sorted(names()))}, got {name!r:.80}. Fix the name, or install the "
-            f"package that registers it.{did_you_mean(name, names())}"
+            f"a backend must be one of {', '.join(sorted(known))}, got {name!r:.80}. Fix the name, or install the "
+            f"package that registers it.{did_you_mean(name, known)}"
         )
     if len(points) > 1:
         packages, declared = map(_package, points), dict.fromkeys(repr(point.name) for point in points)
@@ -260,7 +299,7 @@ def _from_entry_point(name: str) -> _Registration:
     return _Registration(lambda: point.load()())
 
 
-def _make(name: str, registration: _Registration) -> AttentionBackend:
+def _make(name: str, registration: _Registration) -> Backend:
     try:
         factory = registration.factory
         if isinstance(factory, str):
@@ -279,17 +318,17 @@ def _make(name: str, registration: _Registration) -> AttentionBackend:
         ) from error
 
 
-def _checked(name: str, backend: object) -> AttentionBackend:
-    if not isinstance(backend, AttentionBackend):
+def _checked(name: str, backend: object) -> Backend:
+    if not isinstance(backend, Backend):
         raise BrokenBackend(
-            f"backend {name!r} must be an attn_backends.AttentionBackend, its factory returned a "
+            f"backend {name!r} must be an attn_backends.AttentionBackend or StateBackend, its factory returned a "
             f"{type(backend).__name__}; it was not used. Return an instance of a subclass."
         )
     if problems := "; ".join(_contract_problems(backend)):
         raise BrokenBackend(
             f"backend {name!r} must state {problems}; what it serves is unknown, so it was not used. Edit the class."
         )
-    declared = sorted(backend.capabilities.fused_writes)
+    declared = [] if isinstance(backend, StateBackend) else sorted(backend.capabilities.fused_writes)
     if missing := [write.method for write in declared if not callable(_stated(backend, write.method))]:
         raise BrokenBackend(
             f"backend {name!r} must have the methods of the fused writes in its capabilities, it lacks "
@@ -304,18 +343,20 @@ def _checked(name: str, backend: object) -> AttentionBackend:
     return backend
 
 
-def _contract_problems(backend: AttentionBackend) -> Iterator[str]:
+def _contract_problems(backend: Backend) -> Iterator[str]:
     """Yield what a backend fails to state about its capabilities, builder and contract."""
+    state = isinstance(backend, StateBackend)
+    able, made_by = (StateCapabilities, StateBuilder) if state else (Capabilities, MetadataBuilder)
     record, builder, version = (_stated(backend, name) for name in ("capabilities", "builder", "contract_version"))
-    if not isinstance(record, Capabilities):
-        yield f"capabilities, a Capabilities record, got {record!r}"
-    if not (isinstance(builder, type) and issubclass(builder, MetadataBuilder)):
-        yield f"builder, a subclass of MetadataBuilder, got {builder!r}"
+    if not isinstance(record, able):
+        yield f"capabilities, a {able.__name__} record, got {record!r}"
+    if not (isinstance(builder, type) and issubclass(builder, made_by)):
+        yield f"builder, a subclass of {made_by.__name__}, got {builder!r}"
     if not is_version(version):
         yield f"contract_version, two counts such as {CONTRACT_VERSION}, got {version!r}"
 
 
-def _stated(backend: AttentionBackend, attribute: str) -> object:
+def _stated(backend: Backend, attribute: str) -> object:
     try:
         return getattr(backend, attribute, None)
     except KeyboardInterrupt:

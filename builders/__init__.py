@@ -16,6 +16,8 @@ from builders.kernels.set_state import set_decode_state, set_extend_state
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.paged import PagedMetadata, PagedViewBuilder
 from builders.spec import AttentionKind, AttentionSpec, SpecError
+from builders.state import StateBuilder, StateMetadata
+from builders.state_spec import Recurrence, StateSpec
 from builders.tables import RequestTables
 from builders.torch_reference import ReferenceBuilder, ReferenceMetadata
 from builders.triton_mla import TritonMlaBuilder
@@ -39,10 +41,14 @@ __all__ = [
     "MetadataBuilder",
     "PagedMetadata",
     "PagedViewBuilder",
+    "Recurrence",
     "ReferenceBuilder",
     "ReferenceMetadata",
     "RequestTables",
     "SpecError",
+    "StateBuilder",
+    "StateMetadata",
+    "StateSpec",
     "TritonMlaBuilder",
     "TritonPagedBuilder",
     "advance_state",

@@ -13,7 +13,7 @@ from builders.batch import AttentionBatch
 from builders.errors import BatchError, require, require_counts
 from builders.spec import AttentionSpec
 
-CONTRACT_VERSION = (1, 2)
+CONTRACT_VERSION = (1, 3)
 """(major, minor). Builders written for another major version are rejected."""
 
 M = TypeVar("M")
@@ -139,13 +139,17 @@ class MetadataBuilder(ABC, Generic[M]):
                 f"{self.max_seq_len}, got a batch of {batch.num_reqs}, {batch.num_tokens} and up to "
                 f"{batch.max_seq_len}; kernels would overrun them. Make a builder with larger bounds."
             )
-        capacity = batch.block_table.shape[1] * self.spec.page_size
+        capacity = self.row_capacity(batch)
         require_counts("horizons", (horizon,))
         require(
             0 <= horizon < capacity,
             f"horizon must be less than the {capacity} tokens in a request's {batch.block_table.shape[1]} pages, got "
             f"{horizon}; every request would run out of pages. Rebuild sooner, or allocate wider tables.",
         )
+
+    def row_capacity(self, batch: AttentionBatch) -> int:
+        """Return how many tokens the pages of a block-table row hold."""
+        return batch.block_table.shape[1] * self.spec.page_size
 
     def advance(self, metadata: M) -> None:
         """Refresh every step field in place from the current shared device state.

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from attn_backends import names
+from attn_backends import names, state_names
 from scripts.free_places import share
 from scripts.on_gpus import card, run_on_gpus
 from scripts.only import chosen
@@ -61,11 +61,14 @@ def gpu_test(name: str, seconds: float) -> Step:
     return Step(name.replace("_", "-"), ("-m", "pytest", "-q", "-m", "gpu", f"tests/gpu/test_{name}.py"), seconds)
 
 
-def shared_steps(backends: Sequence[str]) -> list[Step]:
-    """Return the steps that share a GPU, most valuable first, and a long one before shorter ones."""
+def shared_steps(backends: Sequence[str], states: Sequence[str] = ()) -> list[Step]:
+    """Return the steps that share a GPU, most valuable first, and a long one before shorter ones.
+
+    states: backends of recurrent state, which no soak drafts with.
+    """
     soak = ("--family", "soak", "--device", "cuda")
     return [
-        *(Step(f"check-{name}", (*CLI, "check", name, "--device", "cuda"), 300) for name in backends),
+        *(Step(f"check-{name}", (*CLI, "check", name, "--device", "cuda"), 300) for name in (*backends, *states)),
         gpu_test("stale_controls", 120),
         gpu_test("pair_agreement", 700),
         gpu_test("engine_run", 400),
@@ -183,7 +186,7 @@ def main() -> None:
     into = flags.into or folder_of(torch.cuda.get_device_name())
     into.mkdir(parents=True, exist_ok=True)
 
-    shared, lone = shared_steps(names()), lone_steps()
+    shared, lone = shared_steps(names(), state_names()), lone_steps()
     only = chosen(parser, flags.only, [step.report for step in (*shared, *lone)])
 
     def selected(steps: Sequence[Step]) -> list[Step]:

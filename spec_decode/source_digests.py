@@ -67,7 +67,7 @@ def backend_modules(names: Iterable[str]) -> list[str]:
     found: list[str] = []
     for name in names:
         with suppress(BackendError):
-            backend = registry.get(name)
+            backend = registry.load(name)
             found += [type(backend).__module__, backend.builder.__module__]
     return found
 

@@ -10,8 +10,8 @@ assert check_backend("torch_reference", device=torch.device("cpu"), checks=check
 """
 USERS = {
     "plug-in": ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_000),
-    "drafter": ("import spec_decode.drafter", 11_000),
-    "kit": ("import spec_decode.conformance", 18_000),
-    "check": (CHECK, 18_000),
+    "drafter": ("import spec_decode.drafter", 11_800),
+    "kit": ("import spec_decode.conformance", 19_700),
+    "check": (CHECK, 19_700),
     "LLM": ("import spec_decode.llm", 27_000),
 }

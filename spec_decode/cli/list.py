@@ -15,10 +15,12 @@ from spec_decode.cli.output import UserError, did_you_mean, say, stdout
 if TYPE_CHECKING:
     import torch
 
-    from attn_backends import AttentionBackend
-    from builders import AttentionSpec
+    from attn_backends.registry import Backend
+    from builders import AttentionSpec, StateSpec
 
-_WIDTH = 10
+_WIDTH = 12
+_CLAIMS = ("kinds", "recurrences", "features", "needs", "dtypes", "kv_dtypes", "state_dtypes")
+_STATE_SIZES = ("key_dims", "value_dims", "conv_widths", "journals")
 
 
 @click.command("list")
@@ -36,18 +38,24 @@ def list_backends(device: str | None, dtype: str | None, fields: tuple[str, ...]
     """List every registered backend, what it claims, and whether it runs here, with reasons.
 
     The spec has 32 query and 8 KV heads of dim 128, pages of 16 tokens and bfloat16; --dtype and --spec change it. A
-    package whose backend crashes or hangs is named, and the others are still listed.
+    backend of recurrent state is asked for the gated delta rule of Qwen3-Next instead. A package whose backend crashes
+    or hangs is named, and the others are still listed.
     """
     from attn_backends import registry
+    from spec_decode.tools.specs import GATED_DELTA
 
     spec = _requested_spec(dtype, fields)
     where = resolve_device(device, present=False)
     try_plug_ins_aloud()
     entries = [describe(name, spec, where) for name in registry.names()]
+    states = [describe(name, GATED_DELTA, where) for name in registry.state_names()]
     if as_json:
-        click.echo(json.dumps({"spec": spec.describe(), "device": str(where), "backends": entries}, indent=2))
+        asked = {"spec": spec.describe(), "state_spec": GATED_DELTA.describe(), "device": str(where)}
+        click.echo(json.dumps({**asked, "backends": entries, "state_backends": states}, indent=2))
     else:
         print_backends(stdout(), entries, f"{spec.describe()} on {where}")
+        say(stdout(), "")
+        print_backends(stdout(), states, f"{GATED_DELTA.describe()} on {where}")
 
 
 def _requested_spec(dtype: str | None, changes: tuple[str, ...]) -> AttentionSpec:
@@ -94,7 +102,7 @@ def _readers() -> dict[str, Callable[[str], object]]:
     }
 
 
-def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
+def describe(name: str, spec: AttentionSpec | StateSpec, device: torch.device) -> dict[str, Any]:
     """Describe one backend as plain data. A backend that does not load has only a name and reasons, and "missing" if a
     package is the cause; "unreadable" replaces claims that cannot be read, and says why."""
     from attn_backends import BrokenBackend, MissingPackage, Rejected, registry
@@ -106,7 +114,7 @@ def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, 
         "reasons": list(map(str, verdict.reasons)) if isinstance(verdict, Rejected) else [],
     }
     try:
-        return {**entry, **_claims(registry.get(name), spec, device)}
+        return {**entry, **_claims(registry.load(name), spec, device)}
     except MissingPackage as error:
         return {**entry, "missing": error.missing}
     except BrokenBackend:
@@ -117,12 +125,28 @@ def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, 
         return {**entry, "unreadable": f"{type(error).__name__}: {error}"}
 
 
-def _claims(backend: AttentionBackend, spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
-    able, advance = backend.capabilities, backend.builder.advance_support(spec, device)
-    return {
+def _claims(backend: Backend, spec: Any, device: torch.device) -> dict[str, Any]:
+    from attn_backends import StateBackend
+
+    advance = backend.builder.advance_support(spec, device)
+    shared = {
         "version": str(backend.version),
         "graphs": backend.builder.graph_support.name,
         "advance": {"level": advance.level.name, "reason": str(advance.reason)},
+    }
+    if isinstance(backend, StateBackend):
+        claims = backend.capabilities
+        return {
+            **shared,
+            "recurrences": [each.value for each in claims.recurrences],
+            "features": sorted(feature.value for feature in claims.features),
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in claims.dtypes],
+            "state_dtypes": [str(dtype).removeprefix("torch.") for dtype in claims.state_dtypes],
+            **{name: str(getattr(claims, name)) for name in _STATE_SIZES},
+        }
+    able = backend.capabilities
+    return {
+        **shared,
         "kinds": [kind.value for kind in able.kinds],
         "features": sorted(feature.value for feature in able.features),
         "needs": sorted(feature.value for feature in able.required),
@@ -145,7 +169,7 @@ def print_backends(console: Console, entries: list[dict[str, Any]], question: st
         version = f" {entry['version']}" if "version" in entry else ""
         say(console, f"{entry['name']}{version}: {verdict}", style)
         for label, text in _lines(entry):
-            say(console, f"  {label:<{_WIDTH}}  {text}")
+            say(console, f"  {label.replace('_', ' '):<{_WIDTH}}  {text}")
     if missing:
         say(console, "\nneeds a package", "bold")
     for name, why in missing.items():
@@ -159,7 +183,6 @@ def _lines(entry: dict[str, Any]) -> list[tuple[str, str]]:
     if "version" in entry:
         lines.append(("graphs", entry["graphs"]))
         lines.append(("advance", f"{entry['advance']['level']}: {entry['advance']['reason']}"))
-        for claim in ("kinds", "features", "needs", "dtypes", "kv_dtypes"):
-            lines.append((claim.replace("_", " "), ", ".join(entry[claim]) or "none"))
-        lines += [("page sizes", entry["page_sizes"]), ("head dims", entry["head_dims"])]
+        lines += [(claim, ", ".join(entry[claim]) or "none") for claim in _CLAIMS if claim in entry]
+        lines += [(size, entry[size]) for size in ("page_sizes", "head_dims", *_STATE_SIZES) if size in entry]
     return lines

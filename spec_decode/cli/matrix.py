@@ -195,7 +195,7 @@ def _installed(sources: Sources) -> dict[str, str]:
     found = {}
     for name in {report.backend for report in sources.reports}:
         try:
-            found[name] = str(registry.get(name).version)
+            found[name] = str(registry.load(name).version)
         except BackendError:
             continue
     return found

@@ -42,7 +42,8 @@ class MatrixRun:
         """
         console = Console(stderr=True, highlight=False)
         named = chosen_names([name for name in requested if name != "available"], self.device)
-        others = [name for name in registry.names() if name not in named] if "available" in requested else []
+        known = (*registry.names(), *registry.state_names())
+        others = [name for name in known if name not in named] if "available" in requested else []
         every = [*named, *others]
         for name in every:
             require_writable(self._path(name))

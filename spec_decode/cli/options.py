@@ -16,7 +16,7 @@ from spec_decode.cli.output import UserError, did_you_mean, printable, progress,
 if TYPE_CHECKING:
     import torch
 
-    from attn_backends import Capabilities
+    from attn_backends import Capabilities, StateCapabilities
 
 R = TypeVar("R")
 
@@ -100,13 +100,13 @@ def chosen_names(requested: Sequence[str], device: torch.device) -> list[str]:
     """
     from attn_backends import UnknownBackend, registry
 
+    known = [*registry.names(), *registry.state_names()]
     chosen: dict[str, None] = {}
     for name in requested:
         if name == "available":
-            chosen |= dict.fromkeys(available_names(device))
+            chosen |= dict.fromkeys([*available_names(device), *available_names(device, registry.state_names())])
         else:
-            chosen |= dict.fromkeys(registry.names() if name == "all" else [name])
-    known = registry.names()
+            chosen |= dict.fromkeys(known if name == "all" else [name])
     for name in chosen:
         if name not in known:
             raise UnknownBackend(
@@ -118,15 +118,18 @@ def chosen_names(requested: Sequence[str], device: torch.device) -> list[str]:
     return list(chosen)
 
 
-def available_names(device: torch.device) -> list[str]:
-    """Return the backends that load and are made for the device, independent of the specs they serve."""
+def available_names(device: torch.device, names: Sequence[str] | None = None) -> list[str]:
+    """Return the backends that load and are made for the device, independent of the specs they serve.
+
+    names: those to try; None tries every attention backend.
+    """
     from attn_backends import BrokenBackend, registry
 
     try_plug_ins_aloud()
     found = []
-    for name in registry.names():
+    for name in registry.names() if names is None else names:
         try:
-            if _made_for(registry.get(name).capabilities, device):
+            if _made_for(registry.load(name).capabilities, device):
                 found.append(name)
         except BrokenBackend:
             continue
@@ -146,7 +149,7 @@ def try_plug_ins_aloud() -> dict[str, str]:
         )
 
 
-def _made_for(able: Capabilities, device: torch.device) -> bool:
+def _made_for(able: Capabilities | StateCapabilities, device: torch.device) -> bool:
     import torch
 
     if device.type not in able.devices:

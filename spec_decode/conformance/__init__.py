@@ -16,6 +16,7 @@ from spec_decode.conformance import (  # noqa: F401  the families define their c
     poison_checks,
     refusal_checks,
     soak_checks,
+    state_checks,
     tree_checks,
 )
 from spec_decode.conformance.check import Check

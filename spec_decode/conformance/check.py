@@ -15,11 +15,15 @@ from spec_decode.conformance.coverage import EVERYTHING, FAMILIES, ON_REQUEST, C
 from spec_decode.testing.batches import Batch
 from spec_decode.testing.outcome import CheckFailure, Measurements
 from spec_decode.testing.process_exit import refuse_process_exit
+from spec_decode.testing.state_subject import StateSubject
 from spec_decode.testing.subject import Subject
 
-Cases = Callable[[Subject], Iterable[tuple[str, Any]]]
+AnySubject = Subject | StateSubject
+Cases = Callable[[Any], Iterable[tuple[str, Any]]]
 """Yields (name, case) for a backend. Raises Unsupported if the backend rejects all of them."""
-Body = Callable[[Subject, Any], Measurements | None]
+Body = Callable[[Any, Any], Measurements | None]
+BOTH = (Subject, StateSubject)
+"""What a check is of that asks for no spec: any kind of backend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +69,13 @@ class _Definition:
     quick: str | None
     since: tuple[int, int]
     module: str
+    of: tuple[type[AnySubject], ...]
 
     @property
     def name(self) -> str:
         return f"{self.family}.{self.verb}"
 
-    def expand(self, subject: Subject) -> list[Check]:
+    def expand(self, subject: AnySubject) -> list[Check]:
         """Return the check on each of its cases; if no case could be made, a single check that raises the error."""
         try:
             cases = list(self.cases(subject))
@@ -87,7 +92,7 @@ class _Definition:
         return place == 0 if self.quick is None else fnmatch(case, self.quick)
 
     def _check(
-        self, subject: Subject, case: str, covers: Iterable[str], value: object, body: Body, *, quick: bool = True
+        self, subject: AnySubject, case: str, covers: Iterable[str], value: object, body: Body, *, quick: bool = True
     ) -> Check:
         def run() -> Measurements:
             if subject.device.type == "cuda" and torch.cuda.memory_allocated(subject.device) > _GARBAGE_BYTES:
@@ -108,7 +113,7 @@ class _Definition:
             module=self.module,
         )
 
-    def _preview(self, subject: Subject) -> str:
+    def _preview(self, subject: AnySubject) -> str:
         built_for = subject.backend.contract_version
         # An engine's builder was not built for any contract version.
         if subject.engine or self.since <= built_for:
@@ -126,9 +131,9 @@ _definitions: list[_Definition] = []
 class Family:
     """A decorator that defines the checks of one family. A check is named after its function."""
 
-    def __init__(self, name: str, *, covers: Coverage) -> None:
-        """covers: the columns that a result is evidence for, unless a check declares others."""
-        self.name, self.covers = name, covers
+    def __init__(self, name: str, *, covers: Coverage, of: type[AnySubject] = Subject) -> None:
+        """covers: the columns that a result is evidence for, unless a check declares others. of: what it checks."""
+        self.name, self.covers, self.of = name, covers, of
 
     def __call__(
         self,
@@ -140,6 +145,7 @@ class Family:
         shrink: bool = False,
         quick: str | None = None,
         since: tuple[int, int] = (1, 0),
+        of: tuple[type[AnySubject], ...] = (),
     ) -> Callable[[Body], Body]:
         """Define a check: body(subject, case) for every (case name, case) that `cases` yields; a single case without
         it.
@@ -148,21 +154,30 @@ class Family:
         case is reported with the smallest batch that still fails. quick: a pattern of the cases for a quick run, which
         an author repeats often; None for the first case. since: the contract version that introduced the check. For a
         backend built for an earlier version it is a preview: the backend still passes, and its author sees what the
-        next version will require.
+        next version will require. of: the kinds of backends that it checks, if not the family's.
         """
 
         def define(body: Body) -> Body:
-            def run(subject: Subject, case: Any) -> Measurements | None:
+            def run(subject: Any, case: Any) -> Measurements | None:
                 if advances:
                     subject.require_in_graph_advance(case.spec)
                 if shrink:
                     return run_and_shrink(lambda batch: body(subject, replace(case, batch=batch)), case.batch)
                 return body(subject, case)
 
-            verb, cover = body.__name__, covers or self.covers
-            _definitions.append(
-                _Definition(self.name, verb, contract, cases or _one_case, cover, run, quick, since, body.__module__)
+            made = _Definition(
+                family=self.name,
+                verb=body.__name__,
+                contract=contract,
+                cases=cases or _one_case,
+                covers=covers or self.covers,
+                body=run,
+                quick=quick,
+                since=since,
+                module=body.__module__,
+                of=of or (self.of,),
             )
+            _definitions.append(made)
             return body
 
         return define
@@ -173,19 +188,20 @@ def check_names() -> list[str]:
     return [f"{definition.family}.{definition.verb}" for definition in _definitions]
 
 
-def expand(subject: Subject, requested: Collection[str] = ()) -> list[Check]:
+def expand(subject: AnySubject, requested: Collection[str] = ()) -> list[Check]:
     """Return every check on every case for this backend and device, by family. requested: ON_REQUEST families too."""
-    wanted = (each for each in _definitions if each.family not in ON_REQUEST or each.family in requested)
+    meant = [each for each in _definitions if isinstance(subject, each.of)]
+    wanted = (each for each in meant if each.family not in ON_REQUEST or each.family in requested)
     ordered = sorted(wanted, key=lambda definition: FAMILIES.index(definition.family))
     return [check for definition in ordered for check in definition.expand(subject)]
 
 
-def _one_case(subject: Subject) -> list[tuple[str, None]]:
+def _one_case(subject: AnySubject) -> list[tuple[str, None]]:
     return [("any", None)]
 
 
 def _raising(error: BaseException) -> Body:
-    def body(subject: Subject, value: object) -> Measurements:
+    def body(subject: AnySubject, value: object) -> Measurements:
         raise error
 
     return body

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 
-from attn_backends import Feature, FusedWrite
-from builders import AdvanceLevel, AttentionKind, GraphSupport
+from attn_backends import Feature, FusedWrite, StateFeature
+from builders import AdvanceLevel, AttentionKind, GraphSupport, Recurrence
 from spec_decode.conformance import coverage
 from spec_decode.conformance.cases import tested_values
+from spec_decode.conformance.check import AnySubject
 from spec_decode.conformance.coverage import EVERYTHING, column, unsupported_strategies
 from spec_decode.conformance.report import Claim
 from spec_decode.drafter import Strategy
 from spec_decode.testing.outcome import Unsupported
+from spec_decode.testing.state_subject import StateSubject
 from spec_decode.testing.subject import Subject
 
 REQUIRED = "a spec must request it"
 """The reason of a claim on a feature without which the backend serves nothing."""
 
 
-def claims_of(subject: Subject, columns: Iterable[str]) -> dict[str, Claim]:
+def claims_of(subject: AnySubject, columns: Iterable[str]) -> dict[str, Claim]:
     """Return the claim for each of these columns, and for every column with a reader.
 
     Claims come from the capability record, the builder's class and the drafter's own choice. An engine's builder claims
@@ -37,8 +40,9 @@ def claims_of(subject: Subject, columns: Iterable[str]) -> dict[str, Claim]:
         raise
     except BaseException as error:  # a plug-in's record can hold anything
         return {EVERYTHING: _unreadable(error)}
-    claimed = _BUILDER_CLAIMS if subject.engine else {*_READERS, *columns} - {EVERYTHING}
-    return {tag: _claim(subject, tag) for tag in sorted(claimed)}
+    readers = _STATE_READERS if isinstance(subject, StateSubject) else _READERS
+    claimed = _BUILDER_CLAIMS if subject.engine else {*readers, *columns} - {EVERYTHING}
+    return {tag: _claim(subject, readers.get(tag)) for tag in sorted(claimed)}
 
 
 def level_words(level: GraphSupport | AdvanceLevel) -> str:
@@ -46,8 +50,7 @@ def level_words(level: GraphSupport | AdvanceLevel) -> str:
     return level.name.lower().replace("_", " ")
 
 
-def _claim(subject: Subject, tag: str) -> Claim:
-    read = _READERS.get(tag)
+def _claim(subject: AnySubject, read: Callable[[Any], Claim] | None) -> Claim:
     try:
         return read(subject) if read else Claim(claimed=True)
     except KeyboardInterrupt:
@@ -60,13 +63,14 @@ def _unreadable(error: BaseException) -> Claim:
     return Claim(claimed=False, reason=f"the claim cannot be read: {type(error).__name__}: {error}")
 
 
-def _capture(subject: Subject) -> Claim:
+def _capture(subject: AnySubject) -> Claim:
     level = GraphSupport(subject.backend.builder.graph_support)
     return Claim(claimed=level > GraphSupport.NEVER, level=level_words(level))
 
 
-def _advance(subject: Subject) -> Claim:
-    support = subject.backend.builder.advance_support(subject.base_spec(), subject.device)
+def _advance(subject: AnySubject) -> Claim:
+    spec: Any = subject.base_spec()
+    support = subject.backend.builder.advance_support(spec, subject.device)
     return Claim(claimed=support.level > AdvanceLevel.REBUILD, level=level_words(support.level), reason=support.reason)
 
 
@@ -92,12 +96,12 @@ def _feature(feature: Feature, subject: Subject) -> Claim:
     return Claim(claimed=feature in able.features, reason=REQUIRED if feature in able.required else "")
 
 
-def _listed(field: str, value: object, subject: Subject) -> Claim:
+def _listed(field: str, value: object, subject: AnySubject) -> Claim:
     """Whether a field of the capability record contains the value."""
     return Claim(claimed=value in getattr(subject.backend.capabilities, field))
 
 
-def _size(field: str, size: int, subject: Subject) -> Claim:
+def _size(field: str, size: int, subject: AnySubject) -> Claim:
     """The same for a field that is a range of sizes; the range becomes the reason."""
     sizes = getattr(subject.backend.capabilities, field)
     return Claim(claimed=size in sizes, reason=f"{field.removesuffix('s').replace('_', ' ')} {sizes}")
@@ -105,7 +109,7 @@ def _size(field: str, size: int, subject: Subject) -> Claim:
 
 _BUILDER_CLAIMS = {coverage.CAPTURE, coverage.ADVANCE}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_READERS: dict[str, Callable[[Subject], Claim]] = {
+_READERS: dict[str, Callable[[Any], Claim]] = {
     coverage.CAPTURE: _capture,
     coverage.ADVANCE: _advance,
     **{column("strategy", strategy): partial(_strategy, strategy) for strategy in Strategy},
@@ -120,3 +124,13 @@ _READERS: dict[str, Callable[[Subject], Claim]] = {
 }
 """What every backend claims or denies, whichever checks it gets. Every other column is part of the contract, so
 registering a backend claims it."""
+_STATE_READERS: dict[str, Callable[[Any], Claim]] = {
+    coverage.CAPTURE: _capture,
+    coverage.ADVANCE: _advance,
+    **{column("dtype", dtype): partial(_listed, "dtypes", dtype) for dtype in _DTYPES},
+    **{column("recurrence", each): partial(_listed, "recurrences", each) for each in Recurrence},
+    **{column("state_dtype", dtype): partial(_listed, "state_dtypes", dtype) for dtype in _DTYPES},
+    coverage.JOURNAL: lambda subject: Claim(claimed=True, level=str(subject.backend.capabilities.journals)),
+    **{column("state", feature): partial(_listed, "features", feature) for feature in StateFeature},
+}
+"""The same of a backend of recurrent state."""

@@ -8,10 +8,10 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from attn_backends import Accepted, AttentionBackend, Capabilities, Rejected, registry
+from attn_backends import Accepted, AttentionBackend, Rejected, StateBackend, registry
 from builders import CONTRACT_VERSION, AdvanceLevel, AdvanceSupport, HostLengths, MetadataBuilder
 from spec_decode.conformance.cases import spec_cases
-from spec_decode.conformance.check import Family
+from spec_decode.conformance.check import BOTH, AnySubject, Family
 from spec_decode.conformance.coverage import DECLARED, only
 from spec_decode.testing.batches import DECODE, Case
 from spec_decode.testing.built_batch import BuiltBatch
@@ -26,8 +26,8 @@ _IS_DATA = "the capability record survives a round trip through JSON"
 _BASE = spec_cases({"decode": DECODE}, ("base",))
 
 
-@check("a backend states the contract version it was built for")
-def version_matches(subject: Subject, case: None) -> None:
+@check("a backend states the contract version it was built for", of=BOTH)
+def version_matches(subject: AnySubject, case: None) -> None:
     expect(
         subject.backend.contract_version[0] == CONTRACT_VERSION[0],
         contract="contract_version has this library's major number",
@@ -36,16 +36,16 @@ def version_matches(subject: Subject, case: None) -> None:
     )
     stated = [owner for owner in type(subject.backend).__mro__ if "contract_version" in vars(owner)]
     expect(
-        stated[0] is not AttentionBackend,
-        contract="a backend's own class states contract_version; AttentionBackend's moves with this library, so newer "
-        "checks would fail the backend",
+        stated[0] not in (AttentionBackend, StateBackend),
+        contract=f"a backend's own class states contract_version; {stated[0].__name__}'s moves with this library, so "
+        "newer checks would fail the backend",
         expected=f"contract_version = {CONTRACT_VERSION} in {type(subject.backend).__name__}",
-        got="AttentionBackend's own",
+        got=f"{stated[0].__name__}'s own",
     )
 
 
-@check("a backend is registered under its own name", since=(1, 1))
-def name_is_the_registered_one(subject: Subject, case: None) -> None:
+@check("a backend is registered under its own name", since=(1, 1), of=BOTH)
+def name_is_the_registered_one(subject: AnySubject, case: None) -> None:
     # If several packages declare a name, each is available as "package:name".
     registered = subject.requested_name.rpartition(":")[2] or subject.backend.name
     expect(
@@ -56,21 +56,20 @@ def name_is_the_registered_one(subject: Subject, case: None) -> None:
     )
 
 
-@check("capabilities can be stored in a report")
-def capabilities_are_data(subject: Subject, case: None) -> Measurements:
+@check("capabilities can be stored in a report", of=BOTH)
+def capabilities_are_data(subject: AnySubject, case: None) -> Measurements:
     able = subject.backend.capabilities
     try:
         text = _as_json(able)
-        same = _as_json(msgspec.json.decode(text, type=Capabilities, dec_hook=_dtype_of)) == text
+        same = _as_json(msgspec.json.decode(text, type=type(able), dec_hook=_dtype_of)) == text
     except (TypeError, ValueError) as error:
         raise CheckFailure(contract=_IS_DATA, expected="a record that JSON can hold", got=str(error)) from error
-    expect(
-        same, contract=_IS_DATA, expected="the fields of Capabilities", got=[f.name for f in dataclasses.fields(able)]
-    )
+    fields = [field.name for field in dataclasses.fields(able)]
+    expect(same, contract=_IS_DATA, expected=f"the fields of {type(able).__name__}", got=fields)
     return {"bytes": float(len(text))}
 
 
-def _as_json(able: Capabilities) -> bytes:
+def _as_json(able: object) -> bytes:
     return msgspec.json.encode(able, enc_hook=_name_of, order="deterministic")
 
 
@@ -84,12 +83,13 @@ def _dtype_of(kind: type, name: str) -> object:
     return getattr(torch, name)
 
 
-@check("supports() returns Accepted, or Rejected with reasons; never a bool")
-def supports_answers_with_reasons(subject: Subject, case: None) -> None:
+@check("supports() returns Accepted, or Rejected with reasons; never a bool", of=BOTH)
+def supports_answers_with_reasons(subject: AnySubject, case: None) -> None:
+    backend: Any = subject.backend
     spec = subject.base_spec()
-    answer = subject.backend.supports(spec, subject.device)
+    answer = backend.supports(spec, subject.device)
     expect(isinstance(answer, Accepted), contract="supports()", expected="Accepted", got=answer)
-    answer = subject.backend.supports(spec, torch.device("meta"))
+    answer = backend.supports(spec, torch.device("meta"))
     expect(
         isinstance(answer, Rejected) and all(answer.reasons),
         contract="supports() rejects a device it cannot run on, with reasons",
@@ -173,8 +173,8 @@ def cpu_use_touches_no_cuda(subject: Subject, case: Case) -> None:
     )
 
 
-@check("a module is imported without initialising CUDA", since=(1, 1))
-def loading_touches_no_cuda(subject: Subject, case: None) -> None:
+@check("a module is imported without initialising CUDA", since=(1, 1), of=BOTH)
+def loading_touches_no_cuda(subject: AnySubject, case: None) -> None:
     expect(
         not registry.started_cuda(subject.backend),
         contract="loading a backend must not initialise CUDA: no device has been chosen yet",

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from attn_backends.capabilities import features_of
-from builders import AttentionKind, AttentionSpec
+from attn_backends.state_capabilities import features_used
+from builders import AttentionKind, AttentionSpec, StateSpec
 from spec_decode.drafter import Strategy, StrategyError
 from spec_decode.drafter.plan import choose_strategy
 from spec_decode.graphs import loop_unsupported_reason
@@ -18,10 +19,10 @@ from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.testing.batches import Batch, Case
 from spec_decode.testing.subject import Subject
 
-Coverage = Callable[[Subject, Any], Iterable[str]]
+Coverage = Callable[[Any, Any], Iterable[str]]
 """Returns the columns that a check covers on a case, its second argument."""
 
-FAMILIES = ("contract", "builder", "numerics", "refusal", "poison", "graph", "state", "drafter", "soak")
+FAMILIES = ("contract", "builder", "numerics", "refusal", "poison", "graph", "drafter", "state", "soak")
 """Families of checks, in the order in which they run."""
 ON_REQUEST = ("soak",)
 """Families that run only on request, because they take minutes."""
@@ -31,6 +32,7 @@ DECLARED, REFUSALS, MEMORY = "contract:declared", "contract:refusals", "contract
 CAPTURE, ADVANCE = "graph:capture", "graph:advance"
 MIXED_KV = "kv:mixed"
 MLA = "feature:mla"
+JOURNAL = "state:journal"
 
 
 def column(axis: str, value: torch.dtype | Enum | int) -> str:
@@ -73,6 +75,17 @@ def _of_batch(batch: Batch) -> Iterator[str]:
         return
     for query, length in zip(batch.query_lens, batch.seq_lens, strict=True):
         yield "mode:decode" if query == 1 else "mode:prefill" if query == length else "mode:extend"
+
+
+def of_state(*columns: str) -> Coverage:
+    """Cover these columns, and those of a StateSpec, the case."""
+
+    def covers(subject: Any, case: StateSpec) -> Iterator[str]:
+        yield from (*columns, CAPTURE, ADVANCE, JOURNAL, column("recurrence", case.recurrence))
+        yield from (column("dtype", case.dtype), column("state_dtype", case.state_dtype))
+        yield from (column("state", feature) for feature in features_used(case))
+
+    return covers
 
 
 def unsupported_strategies(subject: Subject) -> dict[Strategy, str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from attn_backends import AttentionBackend, BrokenBackend
+from attn_backends import BrokenBackend
+from attn_backends.registry import Backend
 from spec_decode.conformance.check import Check
 
 FILE = "known_failures.toml"
@@ -54,7 +55,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     known_failure: tuple[KnownFailure, ...] = ()
 
 
-def known_failures_of(backend: AttentionBackend) -> tuple[KnownFailure, ...]:
+def known_failures_of(backend: Backend) -> tuple[KnownFailure, ...]:
     """Read known_failures.toml in the folder of the backend's class; empty if there is no such file.
 
     Raises BrokenBackend for a malformed file: with entries lost, known failures would count as new ones.

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from builders import CONTRACT_VERSION, AdvanceLevel
-from spec_decode.conformance.check import Check
+from spec_decode.conformance.check import AnySubject, Check
 from spec_decode.conformance.claims import level_words
 from spec_decode.conformance.coverage import ADVANCE
 from spec_decode.conformance.known_failures import KnownFailure
 from spec_decode.conformance.report import Claim, DrawnRecord, Report
 from spec_decode.testing.batches import Case
 from spec_decode.testing.outcome import Outcome
-from spec_decode.testing.subject import Subject
 
 _NOT_TESTED = {Outcome.UNSUPPORTED, Outcome.UNAVAILABLE, Outcome.NOT_RUN}
 _SHOWN = 12
@@ -20,7 +19,7 @@ _SHOWN = 12
 
 
 def notes_on(
-    subject: Subject, claims: Mapping[str, Claim], checks: Sequence[Check], known_failures: Sequence[KnownFailure]
+    subject: AnySubject, claims: Mapping[str, Claim], checks: Sequence[Check], known_failures: Sequence[KnownFailure]
 ) -> tuple[str, ...]:
     """Report an untried advance, known failures that cover nothing, and a contract newer than this library's."""
     return (*_advance(claims), *_unused(subject, checks, known_failures), *_version(subject))
@@ -103,7 +102,7 @@ def _advance(claims: Mapping[str, Claim]) -> Iterator[str]:
         yield f"advance is {claim.level.upper()}: {claim.reason}; in-graph advance was not tested"
 
 
-def _unused(subject: Subject, checks: Sequence[Check], known_failures: Sequence[KnownFailure]) -> Iterator[str]:
+def _unused(subject: AnySubject, checks: Sequence[Check], known_failures: Sequence[KnownFailure]) -> Iterator[str]:
     # A note, not a failure: the entry can be meant for another backend of the module, or for another device's cases.
     for entry in known_failures:
         if not any(entry.may_cover(check) for check in checks):
@@ -113,7 +112,7 @@ def _unused(subject: Subject, checks: Sequence[Check], known_failures: Sequence[
             )
 
 
-def _version(subject: Subject) -> Iterator[str]:
+def _version(subject: AnySubject) -> Iterator[str]:
     if subject.backend.contract_version > CONTRACT_VERSION:
         built_for, own = (".".join(map(str, v)) for v in (subject.backend.contract_version, CONTRACT_VERSION))
         yield (

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attn_backends import AttentionBackend, get
+from attn_backends.registry import Backend, load
 from attn_backends.torch_settings import one_thread
 from spec_decode.conformance.check import Check
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
@@ -19,7 +19,7 @@ from spec_decode.testing.process_exit import refuse_process_exit
 
 
 def parametrize_with_checks(
-    *backends: str | AttentionBackend,
+    *backends: str | Backend,
     device: torch.device | None = None,
     families: Sequence[str] | None = None,
     quick: bool = False,
@@ -46,7 +46,7 @@ def parametrize_with_checks(
                 marks=_expected(check, known_failures_of(own)),
             )
             for backend in backends
-            for own in [get(backend) if isinstance(backend, str) else backend]
+            for own in [load(backend) if isinstance(backend, str) else backend]
             for check in iter_checks(own, device=device, families=families, quick=quick)
         ]
     mark: Callable[..., Any] = pytest.mark.parametrize("check", params)

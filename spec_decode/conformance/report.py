@@ -165,8 +165,8 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def ok(self) -> bool:
-        """No failures and some proof: at least one pass, and one in families builder and numerics if any of their
-        checks was selected. A backend that rejects every spec is therefore not ok."""
+        """No failures and some proof: at least one pass, and one in families builder, numerics and state if any of
+        their checks was selected. A backend that rejects every spec is therefore not ok."""
         return not self.unproven and not self.failures
 
     @property
@@ -182,9 +182,9 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 (f": {result.reason}" for result in self.results if result.check == LOADING and result.reason), ""
             )
             return f"no check passed, so nothing is proven{why}"
-        telling = [result.outcome for result in self.results if result.family in ("builder", "numerics")]
+        telling = [result.outcome for result in self.results if result.family in ("builder", "numerics", "state")]
         if telling and Outcome.PASS not in telling:
-            return "no builder or numerics check passed, so nothing is proven"
+            return "no builder, numerics or state check passed, so nothing is proven"
         return ""
 
     @property

@@ -13,10 +13,11 @@ from itertools import zip_longest
 import msgspec
 import torch
 
-from attn_backends import AttentionBackend, BrokenBackend, get, registry
+from attn_backends import BrokenBackend, StateBackend, registry
+from attn_backends.registry import Backend
 from builders import AttentionSpec
 from spec_decode.conformance.case_records import SpecRecord, records_of
-from spec_decode.conformance.check import Check, expand
+from spec_decode.conformance.check import BOTH, AnySubject, Check, expand
 from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.coverage import EVERYTHING, FAMILIES
 from spec_decode.conformance.drawn_cases import drawn
@@ -29,6 +30,7 @@ from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.error_location import error_location
 from spec_decode.testing.outcome import CheckFailure, Measurements, Outcome, Unavailable, Unsupported
 from spec_decode.testing.specs_run import specs_run
+from spec_decode.testing.state_subject import StateSubject
 from spec_decode.testing.subject import Subject
 
 
@@ -53,7 +55,7 @@ def default_device() -> torch.device:
 
 
 def iter_checks(
-    backend: str | AttentionBackend,
+    backend: str | Backend,
     *,
     device: torch.device | None = None,
     families: Sequence[str] | None = None,
@@ -70,7 +72,7 @@ def iter_checks(
 
 
 def check_backend(
-    backend: str | AttentionBackend,
+    backend: str | Backend,
     *,
     device: torch.device | None = None,
     families: Sequence[str] | None = None,
@@ -130,7 +132,7 @@ def run(
 
 
 def check_list(
-    backend: str | AttentionBackend | Subject,
+    backend: str | Backend | AnySubject,
     *,
     device: torch.device | None = None,
     families: Sequence[str] | None = None,
@@ -150,7 +152,7 @@ def check_list(
     _require_lists(checks=checks, tags=tags)
     if device is not None and not isinstance(device, torch.device):
         raise ValueError(f"device must be a torch.device, got {device!r:.200}. Pass torch.device({device!r:.200}).")
-    device = backend.device if isinstance(backend, Subject) else device or default_device()
+    device = backend.device if isinstance(backend, BOTH) else device or default_device()
     name = backend if isinstance(backend, str) else _backend_of(backend).name
     try:
         # Before anything that can initialise CUDA, so that a backend that does so while loading is noticed.
@@ -171,7 +173,7 @@ def check_list(
         engine=subject.engine,
         contract=".".join(map(str, subject.backend.contract_version)),
         claims=claims_of(subject, [column for check in every for column in check.covers]),
-        drawn=_drawn(subject),
+        drawn=_drawn(subject) if isinstance(subject, Subject) else None,
         results=tuple(map(_not_run, wanted)),
     )
     notes = notes_on(subject, report.claims, every, known)
@@ -236,7 +238,7 @@ def _drawn(subject: Subject) -> DrawnRecord | None:
     )
 
 
-def _sources(subject: Subject, checks: Sequence[Check]) -> SourceRecord:
+def _sources(subject: AnySubject, checks: Sequence[Check]) -> SourceRecord:
     """Record the modules behind each family's checks and behind the backend."""
     backend = (type(subject.backend).__module__, subject.backend.builder.__module__)
     families: dict[str, set[str]] = {}
@@ -260,15 +262,16 @@ def _not_run(check: Check) -> Result:
     return Result(check=check.name, case=check.case, outcome=Outcome.NOT_RUN, tags=check.covers, spec=spec, batch=batch)
 
 
-def _backend_of(backend: AttentionBackend | Subject) -> AttentionBackend:
-    return backend.backend if isinstance(backend, Subject) else backend
+def _backend_of(backend: Backend | AnySubject) -> Backend:
+    return backend.backend if isinstance(backend, BOTH) else backend
 
 
-def _subject(backend: str | AttentionBackend | Subject, device: torch.device | None) -> Subject:
-    if isinstance(backend, Subject):
+def _subject(backend: str | Backend | AnySubject, device: torch.device | None) -> AnySubject:
+    if isinstance(backend, BOTH):
         return backend
     device = device or default_device()
-    return Subject(get(backend), device, backend) if isinstance(backend, str) else Subject(backend, device)
+    own, name = (registry.load(backend), backend) if isinstance(backend, str) else (backend, "")
+    return StateSubject(own, device, name) if isinstance(own, StateBackend) else Subject(own, device, name)
 
 
 def _require_lists(**named: Sequence[str] | None) -> None:

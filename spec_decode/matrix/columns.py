@@ -11,6 +11,7 @@ import msgspec
 from spec_decode.conformance.coverage import EVERYTHING
 from spec_decode.drafter import Strategy
 
+_STATE = "Recurrent state"
 _AXES: dict[str, tuple[str, dict[str, str]]] = {
     "mode": ("Attention", {"prefill": "prefill", "extend": "extend", "decode": "decode", "verify": "verify"}),
     "contract": ("Contract", {"declared": "declared", "refusals": "refusals", "memory": "memory"}),
@@ -35,11 +36,16 @@ _AXES: dict[str, tuple[str, dict[str, str]]] = {
             "sparse": "sparse",
         },
     ),
+    "fused_write": ("Fused writes", {"rope": "rope + write", "kv_a_norm_rope": "norm + rope + write"}),
     "recurrence": (
-        "Recurrent state",
+        _STATE,
         {"gated_delta": "gated delta rule", "kda": "KDA", "ssd": "Mamba2", "conv": "short convolution"},
     ),
-    "fused_write": ("Fused writes", {"rope": "rope + write", "kv_a_norm_rope": "norm + rope + write"}),
+    "state": (
+        _STATE,
+        {"grouped_keys": "grouped keys", "tree": "state trees", "bitwise_rollback": "bitwise", "journal": "journal"},
+    ),
+    "state_dtype": (_STATE, {"float32": "fp32 state", "float16": "fp16 state", "bfloat16": "bf16 state"}),
     "family": ("Other checks", {}),
 }
 """Axis -> title of its group, and the labels of its values in order. Values without a label are numbers or new."""
@@ -56,13 +62,17 @@ _MEANINGS = {
     "graph:advance": "How the metadata moves one token forward.",
     **{f"strategy:{each.value}": (inspect.getdoc(each.implementation) or "").partition("\n")[0] for each in Strategy},
     "kv:mixed": "The KV cache's dtype differs from the queries', and is as wide or wider.",
-    "recurrence:gated_delta": "A matrix with one decay per head, as in Qwen3-Next and Qwen3.5.",
-    "recurrence:kda": "A matrix with one decay per head and key channel: Kimi Delta Attention.",
     "recurrence:ssd": "A matrix that tokens are added to, as in Mamba2.",
     "recurrence:conv": "A window of inputs only, as in LFM2.",
     "feature:sparse": "The softmax includes listed entries of a second, compressed cache.",
     "feature:non_causal": "Query tokens that are predicted as a block: each sees the later ones too.",
     "feature:tree": "Query tokens that form trees: each sees its ancestors, not its siblings.",
+    "recurrence:gated_delta": "One decay per value head, as in Qwen3-Next and Qwen3.5.",
+    "recurrence:kda": "One decay per value head and key channel: Kimi Delta Attention.",
+    "state:journal": "The tokens that a slot can hold beyond its checkpoint.",
+    "state:grouped_keys": "Value heads that share a key head.",
+    "state:tree": "Query tokens that form trees: each state follows its ancestors.",
+    "state:bitwise_rollback": "A state after rejected drafts has the bits of one whose tokens were certain.",
     "feature:value_dim": "Value heads and key heads differ in size.",
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from attn_backends import AttentionBackend, BackendError, registry
+from attn_backends import BackendError, registry
 from attn_backends.registry import PlugIn
 from spec_decode.testing.process_isolation import ProcessEnded, TimeLimit, python_module, start_isolated
 from spec_decode.tools.specs import GQA
@@ -80,11 +80,11 @@ def _load(writer: int, names: Sequence[str]) -> None:
     for name in names:
         _send(writer, {"loading": name})
         with suppress(BackendError):
-            _query(registry.get(name))
+            _query(registry.load(name))
     _send(writer, {"finished": True})
 
 
-def _query(backend: AttentionBackend) -> None:
+def _query(backend: Any) -> None:
     """Ask the questions of `list`. Plain failures repeat there, and are reported there."""
     for device in map(torch.device, ("cpu", "cuda")):
         for question in (backend.supports, backend.builder.advance_support):

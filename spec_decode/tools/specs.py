@@ -1,4 +1,4 @@
-"""The attention specs that backends are queried for and timed on, in bfloat16."""
+"""The specs that backends are queried for and timed on, in bfloat16."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from builders import AttentionKind, AttentionSpec
+from builders import AttentionKind, AttentionSpec, StateSpec
 
 GQA = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
 """A common 8B model."""
@@ -18,3 +18,5 @@ SPARSE = AttentionSpec(
 """DeepSeek-V4."""
 FP8_DS_MLA = replace(SPARSE, kv_dtype=torch.float8_e4m3fn)
 """The same with the fp8_ds_mla cache."""
+GATED_DELTA = StateSpec(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, journal=16)
+"""Qwen3-Next."""

@@ -14,18 +14,24 @@ from attn_backends import (
     BrokenBackend,
     DuplicateBackend,
     FusedWrite,
+    NoBackend,
     Rejected,
     UnknownBackend,
     explain,
     get,
+    get_state,
     names,
     register,
     registry,
+    select,
+    state_names,
     unregister,
 )
 from attn_backends.torch_reference import TorchReference
+from attn_backends.torch_state import TorchState
 from attn_backends.triton_paged import TritonPaged
 from builders import CONTRACT_VERSION
+from spec_decode.tools.specs import GATED_DELTA
 from tests.factories import CPU, make_spec, register_as
 
 
@@ -89,7 +95,7 @@ def test_registered_backend_loads_until_unregistered():
 def test_register_rejects_non_backend_class(what):
     before = names()
     for decorate in (register, register(replace=True)):
-        with pytest.raises(BackendError, match=r"@register must decorate a subclass of AttentionBackend, got"):
+        with pytest.raises(BackendError, match="a subclass of AttentionBackend or StateBackend, got"):
             decorate(what)
     assert names() == before
 
@@ -154,7 +160,7 @@ BROKEN = {
     "its factory fails": (raising(OSError("no libcuda")), "does not load: OSError: no libcuda"),
     "its factory raises no exception": (raising(Abrupt("enough")), "does not load: Abrupt: enough"),
     "its factory makes something else": (
-        dict, r"must be an attn_backends\.AttentionBackend, its factory returned a dict",
+        dict, "must be an attn_backends.AttentionBackend or StateBackend, its factory returned a dict",
     ),
     "another contract major": (
         of_contract(1, 0), rf"\({CONTRACT_VERSION[0] + 1}, {CONTRACT_VERSION[1]}\).*\({CONTRACT_VERSION[0]}, ",
@@ -348,3 +354,40 @@ def test_loading_preserves_random_state():
     torch.manual_seed(5)
     get("draws")
     assert torch.equal(torch.rand(4), expected)
+
+
+class Recurrent(TorchState):
+    name = "recurrent"
+
+
+def test_state_backend_is_known_by_its_own_names():
+    register(Recurrent)
+    try:
+        assert state_names() == ["torch_state", "recurrent"] and not {*state_names()} & {*names()}
+        assert isinstance(get_state("recurrent"), Recurrent)
+        with pytest.raises(UnknownBackend, match="got 'recurrent', which keeps recurrent state"):
+            get("recurrent")
+        with pytest.raises(UnknownBackend, match="one of recurrent, torch_state, got 'torch_reference'"):
+            get_state("torch_reference")
+    finally:
+        unregister("recurrent")
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "words"),
+    [("torch_state", make_spec(), "takes a StateSpec"), ("torch_reference", GATED_DELTA, "takes an AttentionSpec")],
+)
+def test_spec_of_the_other_kind_is_rejected(name, spec, words):
+    assert explain(name, spec, CPU) == Rejected((words,))
+    with pytest.raises(NoBackend, match=words):
+        select(spec, CPU, [name])
+
+
+def test_state_spec_selects_a_state_backend():
+    assert select(GATED_DELTA, CPU).backend is get_state("torch_state")
+
+
+def test_state_backend_with_an_attention_record_is_explained():
+    register_as("broken", lambda: type("Odd", (TorchState,), {"capabilities": TorchReference.capabilities})())
+    with pytest.raises(BrokenBackend, match="must state capabilities, a StateCapabilities record"):
+        get_state("broken")

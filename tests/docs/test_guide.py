@@ -19,7 +19,12 @@ from spec_decode.matrix import Status
 from spec_decode.testing.outcome import Outcome
 from tests.docs.pages import DOCS, ROOT, blocks, shows, with_output
 
-PAGES = [ROOT / "README.md", DOCS / "index.md", *sorted((DOCS / "guide").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    DOCS / "index.md",
+    *sorted((DOCS / "guide").glob("*.md")),
+    DOCS / "reference/recurrent-state.md",
+]
 EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 

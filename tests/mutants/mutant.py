@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attn_backends import AttentionBackend, get
+from attn_backends.registry import Backend
 from attn_backends.torch_reference import TorchReference
 from builders import MetadataBuilder, ReferenceBuilder
 from tests.page_lists import PageListBuilder, PageLists
@@ -29,11 +30,11 @@ class Mutant:
 
     name: str
     killer: str
-    backend: AttentionBackend
+    backend: Backend
     not_shown: str = ""
     refused: type[Exception] | None = None
     cases: str = "*"
-    around: Callable[[AttentionBackend], AbstractContextManager[AttentionBackend | str]] = nullcontext
+    around: Callable[[Any], AbstractContextManager[Backend | str]] = nullcontext
 
     @property
     def pattern(self) -> str:
@@ -109,7 +110,7 @@ def around(killer: str, **options: Any) -> Callable[[Callable[[AttentionBackend]
     return lambda does: Mutant(does.__name__, killer, get("torch_reference"), around=contextmanager(does), **options)
 
 
-def _decorator(make: Callable[..., AttentionBackend]) -> Callable[..., Callable[[Any], Mutant]]:
+def _decorator(make: Callable[..., Backend]) -> Callable[..., Callable[[Any], Mutant]]:
     """Return a decorator that takes a killer and options: those that are no fields of `Mutant` go to `make`."""
 
     def of(killer: str, **options: Any) -> Callable[[Any], Mutant]:
@@ -124,7 +125,7 @@ def _snake_case(name: str) -> str:
 
 
 @_decorator
-def backend(broken: type[AttentionBackend]) -> AttentionBackend:
+def backend(broken: type[Backend]) -> Backend:
     """Use this class of backends."""
     return broken()
 

@@ -160,7 +160,7 @@ def run_script(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "environment", lambda device: clean)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(evidence, "lone_steps", lambda: [step("memcheck"), step("bench-a")])
-    monkeypatch.setattr(evidence, "shared_steps", lambda names: [step("check-a"), step("soak-a")])
+    monkeypatch.setattr(evidence, "shared_steps", lambda *names: [step("check-a"), step("soak-a")])
 
     def run(*arguments):
         monkeypatch.setattr("sys.argv", ["evidence.py", "--into", str(tmp_path), *arguments])
@@ -188,8 +188,9 @@ def test_pattern_matching_no_report_is_rejected(run_script, capsys, tmp_path):
 
 def test_every_backend_is_checked_and_soaked_once():
     backends = ["one", "two"]
-    steps = [*evidence.lone_steps(), *evidence.shared_steps(backends)]
+    steps = [*evidence.lone_steps(), *evidence.shared_steps(backends, ["state"])]
     reports = [each.report for each in steps]
+    assert "check-state" in reports and "check-state-soak" not in reports
 
     assert len(set(reports)) == len(reports)
     assert {"check-one", "check-two", "check-one-soak", "check-two-soak"} <= set(reports)

@@ -32,9 +32,11 @@ def test_misspelt_option_suggests_likeliest_one(run):
 def test_list_shows_claims_as_text_and_json(run):
     shown, found = run("list", "--device", "cpu"), run("list", "--device", "cpu", "--json")
     assert shown.exit_code == 0 and "accepted" in shown.output and "IN_GRAPH: visible ranges" in shown.output
-    entries = json.loads(found.output)["backends"]
+    entries, states = (json.loads(found.output)[kind] for kind in ("backends", "state_backends"))
     assert [entry["name"] for entry in entries] == registry.names()
     assert entries[0]["advance"]["level"] == "IN_GRAPH"
+    assert [entry["name"] for entry in states] == registry.state_names() and "gated_delta, kda" in shown.output
+    assert states[0]["accepted"] and states[0]["journals"] == "at least 1"
 
 
 @NO_CUDA
@@ -87,15 +89,15 @@ def odd(**attributes):
 
 ODD = {
     "not loaded": (lambda: import_module("no_such_module"), "no_such_module"),
-    "supports": (odd(supports=fail), "because     backend 'odd' failed in supports(): KeyError: 'no table'"),
+    "supports": (odd(supports=fail), "because       backend 'odd' failed in supports(): KeyError: 'no table'"),
     "no answer": (odd(supports=lambda *args: None), "must return Accepted or Rejected from supports(), got None"),
     "advance_support": (
         odd(builder=type("Silent", (ReferenceBuilder,), {"advance_support": classmethod(fail)})),
-        "claims      cannot be read: KeyError: 'no table'",
+        "claims        cannot be read: KeyError: 'no table'",
     ),
     "graph_support": (
         odd(builder=type("Void", (ReferenceBuilder,), {"graph_support": None})),
-        "claims      cannot be read: AttributeError: 'NoneType' object has no attribute 'name'",
+        "claims        cannot be read: AttributeError: 'NoneType' object has no attribute 'name'",
     ),
 }
 

@@ -77,7 +77,7 @@ def test_check_without_any_check_fails(checks, run):
 
 def test_all_names_every_backend_once(checks, run):
     run("check", "all", "torch_reference", "--device", "cpu")
-    assert [name for name, *_ in checks.calls] == registry.names()
+    assert [name for name, *_ in checks.calls] == [*registry.names(), *registry.state_names()]
 
 
 def test_broken_backend_leaves_others_checked(checks, plug_in, run):

@@ -15,7 +15,8 @@ import torch
 
 from attn_backends import Feature, Sizes, get, registry, unregister
 from attn_backends.torch_reference import TorchReference
-from builders import ReferenceBuilder, ReferenceMetadata
+from attn_backends.torch_state import TorchState
+from builders import Recurrence, ReferenceBuilder, ReferenceMetadata
 from spec_decode.conformance import (
     Check,
     ConformanceFailure,
@@ -50,7 +51,8 @@ def params_of(backend: str) -> dict[Check, Any]:
 def reference_checks() -> list[Any]:
     return [
         param if runs_often(check) else pytest.param(*param.values, id=param.id, marks=[*param.marks, pytest.mark.slow])
-        for check, param in params_of("torch_reference").items()
+        for backend in ("torch_reference", "torch_state")
+        for check, param in params_of(backend).items()
         if check.id != ON_A_DEVICE
     ]
 
@@ -291,6 +293,29 @@ def test_missing_feature_is_unsupported_not_failed(feature: Feature, checks: lis
     assert report.ok and report.counts[Outcome.PASS] > 10, report.summary()
     cases = [result.case for result in report.results if result.outcome is Outcome.UNSUPPORTED]
     assert any(case.startswith(refused) for case in cases)
+
+
+class NarrowState(TorchState):
+    name, contract_version = "narrow_state", (1, 3)
+    capabilities = replace(
+        TorchState.capabilities,
+        recurrences=(Recurrence.KDA,),
+        key_dims=Sizes(minimum=64, power_of_two=True),
+        conv_widths=Sizes(minimum=3, maximum=3),
+        journals=Sizes(minimum=16),
+        features=frozenset(),
+    )
+
+
+def test_narrow_state_claims_are_unsupported_not_failed() -> None:
+    checks = ["contract.*", *(f"state.{name}*" for name in ("unclaimed", "bad", "trees", "rollback", "windows"))]
+    report = check_backend(NarrowState(), device=CPU, checks=checks, report=True)
+
+    assert report.ok and report.counts[Outcome.PASS] > 10, report.summary()
+    refused = {result.check for result in report.results if result.outcome is Outcome.UNSUPPORTED}
+    assert refused == {
+        f"state.{name}" for name in ("trees_follow_the_path", "rollback_is_bitwise", "windows_roll_back")
+    }
 
 
 def test_fixture_gives_every_available_backend(attn_backend: object) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attn_backends import AttentionBackend, get
+from attn_backends.registry import Backend
 from spec_decode.conformance import check as kit
 from spec_decode.conformance import check_backend, iter_checks
 from spec_decode.conformance.runner import CheckList, check_list, run, run_check
@@ -29,7 +30,7 @@ BACKENDS = ("torch_reference", "triton_paged", "triton_mla", "sparse_swa_mla")
 STEP_FIELDS = [(name, field) for name in BACKENDS for field in get(name).builder.step_fields]
 
 
-def listed(backend: AttentionBackend | str, *patterns: str) -> CheckList:
+def listed(backend: Backend | str, *patterns: str) -> CheckList:
     """What `check_backend` would run; of the other checks no case is made. Before its bracket a pattern is of names."""
     names = [pattern.partition("[")[0] for pattern in patterns]
     named = [d for d in kit._definitions if any(fnmatch(d.name, name) for name in names)]
@@ -58,7 +59,7 @@ def test_mutant_fails_check_that_names_its_defect(mutant: Mutant) -> None:
     assert killed(mutant)
 
 
-REFERENCE_CHECKS = iter_checks("torch_reference", device=CPU)
+REFERENCE_CHECKS = [*iter_checks("torch_reference", device=CPU), *iter_checks("torch_state", device=CPU)]
 
 
 @pytest.mark.parametrize("pattern", sorted({mutant.pattern for mutant in ALL_MUTANTS if mutant.killer != PLANS_AHEAD}))

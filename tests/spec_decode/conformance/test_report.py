@@ -47,13 +47,16 @@ def test_report_needs_a_pass_and_no_failure(outcomes: tuple[str, ...], ok: bool)
         found.raise_if_failed()
 
 
-@pytest.mark.parametrize("family", ["builder", "numerics"])
-def test_passes_without_builder_or_numerics_are_not_ok(family: str) -> None:
-    refused = [result("unsupported", check=f"{check}.holds") for check in ("builder", "numerics")]
+TELLING = ("builder", "numerics", "state")
+
+
+@pytest.mark.parametrize("family", TELLING)
+def test_passes_without_a_telling_family_are_not_ok(family: str) -> None:
+    refused = [result("unsupported", check=f"{check}.holds") for check in TELLING]
     declared = result("pass", check="contract.holds")
     found = report(declared, *refused)
     assert not found.ok and report(declared).ok
-    with pytest.raises(ConformanceFailure, match="no builder or numerics check passed, so nothing is proven"):
+    with pytest.raises(ConformanceFailure, match="no builder, numerics or state check passed, so nothing is proven"):
         found.raise_if_failed()
     assert report(declared, *refused, result("pass", check=f"{family}.holds")).ok
 

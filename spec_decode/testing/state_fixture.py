@@ -1,0 +1,263 @@
+"""The state fixture: requests over the slots of three layers, whose outputs and states an oracle knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_backends import StateCache, StateInputs
+from builders import AttentionBatch, BatchBuffers, RequestTables, StateMetadata, StateSpec
+from spec_decode.graphs import runtime_for
+from spec_decode.testing.outcome import Measurements, expect
+from spec_decode.testing.poison import bits
+from spec_decode.testing.state_oracle import LayerWeights, Text, Tokens
+from spec_decode.testing.state_subject import QUERY, StateSubject
+
+LAYERS = 3
+"""With two, a fault in the last layer can hide behind one in the first."""
+_MAX_SEQ_LEN = 1 << 12
+_FLOOR = 64 * torch.finfo(torch.float32).eps
+"""Error that any order of sums can have, relative to the largest element."""
+_ROW_TOKENS = 128
+"""Query tokens of a row, at most."""
+
+
+class _Step(NamedTuple):
+    """A step of all layers, its inputs and outputs at fixed addresses."""
+
+    run: Callable[[], None]
+    inputs: list[Tensor]
+    out: Tensor
+    metadata: StateMetadata
+
+
+class StateFixture:
+    """Slots whose memory is NaN and whose lengths are garbage until a request begins there.
+
+    Steps of equally many tokens in each row run from a captured graph; prompts and other steps run without one. What a
+    step gives is compared with the oracle, and padding rows must give 0. texts: the verified tokens of each slot.
+    """
+
+    def __init__(self, subject: StateSubject, spec: StateSpec, *, rows: int = 4, slots: int = 6) -> None:
+        """Raises Unsupported if the backend rejects the spec."""
+        subject.require_supported(spec)
+        self.backend, self.spec, self.rows, self.device = subject.backend, spec, rows, subject.device
+        self.generator = torch.Generator().manual_seed(0)
+        self.tables = RequestTables(
+            page_sizes=[_MAX_SEQ_LEN], num_pages=[slots], max_reqs=rows, max_seq_len=_MAX_SEQ_LEN, device=self.device
+        )
+        bounds = {"max_reqs": rows, "max_tokens": rows * _ROW_TOKENS, "max_seq_len": _MAX_SEQ_LEN}
+        self.buffers = BatchBuffers(self.tables, max_tokens=rows * _ROW_TOKENS)
+        self.builder = self.backend.builder(spec, self.device, **bounds)
+        self.caches = self.backend.allocate_state(spec, LAYERS, slots, self.device)
+        self.lengths = self.caches[0].lengths
+        shapes = (spec.conv_channels, spec.conv_width), (spec.conv_channels,)
+        self.weights = [
+            LayerWeights(*(0.5 * torch.randn(shape, generator=self.generator).to(spec.dtype) for shape in shapes))
+            for _ in range(LAYERS)
+        ]
+        self.device_weights = [[part.to(self.device) for part in own] for own in self.weights]
+        self.texts: dict[int, Text] = {}
+        self.measured: Measurements = {"error_over_budget": 0.0}
+        self.last: StateMetadata | None = None
+        """The metadata of the last step."""
+        self._graphs: dict[Any, _Step] = {}
+        self._errors: dict[str, float] = {}
+        self.recycle(*range(slots))
+
+    def recycle(self, *slots: int) -> None:
+        """End the requests of these slots, and leave garbage there."""
+        for slot in slots:
+            self.texts.pop(slot, None)
+            for cache in self.caches:
+                for part in _parts(cache):
+                    part[slot] = torch.nan
+            self.lengths.base[slot], self.lengths.held[slot] = 5, min(3, self.spec.journal)
+
+    def tokens(self, count: int) -> Tokens:
+        """Draw inputs, with decays from slow to fast."""
+        draw, spec = self.generator, self.spec
+        rates = torch.logspace(-3, 0, spec.num_value_heads).view(-1, *(1,) * (len(spec.decay_dims) - 1))
+        return Tokens(
+            torch.randn(LAYERS, count, spec.conv_channels, generator=draw).to(spec.dtype),
+            -rates * torch.rand(LAYERS, count, *spec.decay_dims, generator=draw),
+            torch.rand(LAYERS, count, spec.num_value_heads, generator=draw),
+        )
+
+    def admit(self, slot: int, *chunks: int | Tokens) -> None:
+        """Begin a request whose prompt is computed in these chunks."""
+        self.texts[slot] = Text.empty(self.spec, self.weights)
+        for chunk in chunks:
+            new = {slot: self.tokens(chunk) if isinstance(chunk, int) else chunk}
+            self.texts[slot] = self.run(new, "a prompt", absorb=True)[slot][-1]
+
+    def verify(self, accepted: Mapping[int, int], contract: str, *, count: int = QUERY, **how: Any) -> None:
+        """Run `count` new tokens of these slots, in this order of rows; keep the first and `accepted` more of each."""
+        after = self.run({slot: self.tokens(count) for slot in accepted}, contract, **how)
+        self.texts |= {slot: after[slot][kept] for slot, kept in accepted.items()}
+
+    def run(
+        self,
+        new: Mapping[int, Tokens],
+        contract: str,
+        *,
+        texts: Mapping[int, Text] | None = None,
+        parents: Sequence[int] | None = None,
+        lost: Collection[int] = (),
+        captured: bool = True,
+        **how: Any,
+    ) -> dict[int, list[Text]]:
+        """Run the new tokens of each slot, in this order of rows. Return each request after each of them.
+
+        texts: the requests so far, if not the verified ones. parents: of each token, if they form a tree; -1 is the
+        context. lost: slots whose outputs must be 0. captured: whether equal counts run from a graph. how: see
+        `StateBuilder.build`. Raises CheckFailure for outputs beyond the budget.
+        """
+        texts = self.texts if texts is None else texts
+        counts = [tokens.num for tokens in new.values()]
+        padded = len({*counts}) == 1
+        step = None
+        if captured and padded and not how.get("absorb"):
+            step = self._graph(counts[0], parents is not None, how)
+        rows = self.rows if padded else len(new)
+        self._load(new, texts, parents, rows)
+        step = step or self._step(self._view(counts, rows), how)
+        for buffer, parts in zip(step.inputs, zip(*new.values(), strict=True), strict=True):
+            buffer.fill_(torch.nan)
+            buffer[:, : sum(counts)] = torch.cat(parts, 1).to(self.device)
+        step.out.fill_(torch.nan)
+        step.run()
+        self.last = step.metadata
+        padding = step.out[:, sum(counts) :]
+        expect(
+            bool(padding.eq(0).all()),
+            contract=f"{contract}: tokens of padding rows",
+            expected="outputs of 0",
+            got=f"{int(padding.ne(0).sum())} other elements",
+        )
+        after, wanted = _follow(new, texts, parents, lost)
+        self.expect_close("outputs", step.out[:, : sum(counts)], wanted, contract)
+        return after
+
+    def accept_paths(self, paths: Mapping[int, Sequence[int]], after: Mapping[int, Sequence[Text]]) -> None:
+        """Keep a path of the tree that ran last, in each row: query tokens behind the root."""
+        path = torch.full((self.rows, max(map(len, paths.values()))), -1, device=self.device)
+        for row, (slot, kept) in enumerate(paths.items()):
+            path[row, : len(kept)] = torch.tensor(kept)
+            self.texts[slot] = after[slot][kept[-1]]
+        assert self.last is not None
+        self.backend.move_accepted(self.caches, self.last, path, spec=self.spec)
+
+    def _view(self, counts: Sequence[int], rows: int) -> AttentionBatch:
+        uniform = len({*counts}) == 1
+        tokens = rows * counts[0] if uniform else sum(counts)
+        return self.buffers.view(0, num_reqs=rows, num_tokens=tokens, max_query_len=max(counts), uniform=uniform)
+
+    def _graph(self, count: int, tree: bool, how: Mapping[str, Any]) -> _Step:
+        """Return the captured step of this shape, captured over padding rows only."""
+        key = (count, tree, *sorted(how.items()))
+        if key not in self._graphs:
+            self.buffers.clear()
+            self.buffers.set_uniform(count)
+            view = self._view([count], self.rows)
+            step = self._step(self.buffers.tree_view(view) if tree else view, how)
+            # At their first call kernels are compiled, which no graph can hold.
+            step.run()
+            self._graphs[key] = step._replace(run=runtime_for(self.device).capture(step.run).replay)
+        return self._graphs[key]
+
+    def _step(self, view: AttentionBatch, how: Mapping[str, Any]) -> _Step:
+        spec, tokens = self.spec, view.num_tokens
+        sizes = (
+            (spec.conv_channels,),
+            spec.decay_dims,
+            (spec.num_value_heads,),
+            (spec.num_value_heads, spec.value_dim),
+        )
+        dtypes = (spec.dtype, torch.float32, torch.float32, spec.dtype)
+        *inputs, out = (
+            torch.zeros(LAYERS, tokens, *size, dtype=dtype, device=self.device)
+            for size, dtype in zip(sizes, dtypes, strict=True)
+        )
+        metadata = self.builder.build(view, **how)
+
+        def run() -> None:
+            for layer, (cache, weights) in enumerate(zip(self.caches, self.device_weights, strict=True)):
+                given = StateInputs(*(part[layer] for part in inputs), *weights)
+                out[layer].copy_(self.backend.forward(given, cache, metadata, spec=spec))
+            self.backend.end_step(self.lengths, metadata, spec=spec)
+
+        return _Step(run, inputs, out, metadata)
+
+    def _load(
+        self, new: Mapping[int, Tokens], texts: Mapping[int, Text], parents: Sequence[int] | None, rows: int
+    ) -> None:
+        counts = [tokens.num for tokens in new.values()]
+        self.tables.load([[[slot] for slot in new]], [_MAX_SEQ_LEN] * len(new))
+        self.buffers.load(counts, [texts[slot].length + tokens.num for slot, tokens in new.items()], pad_reqs=rows)
+        masks: list[int] = []
+        for token, parent in enumerate(parents or ()):
+            masks.append(1 << token | (masks[parent] if parent >= 0 else 0))
+        self.buffers.tree_masks[: len(new) * len(masks)] = torch.tensor(masks * len(new), device=self.device)
+
+    def expect_states(self, contract: str) -> None:
+        """Raise CheckFailure if a state or window is not that of the slot's verified tokens, or a state was lost."""
+        lost = [slot for slot in self.texts if self.lengths.lost[slot]]
+        expect(not lost, contract=f"{contract}: lengths fit", expected="no lost slot", got=f"slots {lost} lost")
+        slots = torch.tensor([*self.texts], device=self.device)
+        seq_lens = torch.tensor([text.length for text in self.texts.values()], device=self.device)
+        for layer, cache in enumerate(self.caches):
+            found = self.backend.read(cache, slots, seq_lens)
+            pairs = [text.layers[layer] for text in self.texts.values()]
+            states = [torch.stack([pair[kind].state for pair in pairs]) for kind in (0, 1)]
+            windows = [torch.stack([pair[kind].windows() for pair in pairs]) for kind in (0, 1)]
+            self.expect_close("states", found[0], states, f"{contract}, layer {layer}")
+            self.expect_close("windows", found[1], windows, f"{contract}, layer {layer}")
+
+    def expect_close(self, what: str, found: Tensor, wanted: Sequence[Tensor], contract: str) -> None:
+        """Raise CheckFailure if `found` differs from the reference by more than twice the low-precision one's largest
+        error so far, relative to the largest element. wanted: the reference, and the low-precision one."""
+        reference, low = wanted
+        if not reference.numel():
+            return
+        size = reference.abs().max().clamp_min(1e-12)
+        error, of_low = (
+            float(((each.double().cpu() - reference).abs().max() / size).nan_to_num(nan=torch.inf))
+            for each in (found, low)
+        )
+        self._errors[what] = max(self._errors.get(what, 0.0), of_low)
+        budget = 2 * self._errors[what] + _FLOOR
+        self.measured["error_over_budget"] = max(self.measured["error_over_budget"], error / budget)
+        expect(
+            error <= budget,
+            contract=f"{contract}: {what}",
+            expected=f"those of a sequential run within {budget:.2e}",
+            got=f"relative error {error:.2e} on [{self.spec.describe()}]",
+        )
+
+    def content(self, slot: int) -> list[Tensor]:
+        """Return a copy of a slot's bits in every layer, with its lengths."""
+        parts = [part for cache in self.caches for part in _parts(cache)]
+        return [bits(part[slot]).clone() for part in (*parts, self.lengths.base, self.lengths.held)]
+
+
+def _parts(cache: StateCache) -> tuple[Tensor, ...]:
+    return cache.state, cache.conv, cache.key, cache.update, cache.decay
+
+
+def _follow(
+    new: Mapping[int, Tokens], texts: Mapping[int, Text], parents: Sequence[int] | None, lost: Collection[int]
+) -> tuple[dict[int, list[Text]], list[Tensor]]:
+    """Return each request after each token, and the outputs of all of them in both precisions."""
+    after: dict[int, list[Text]] = {slot: [] for slot in new}
+    outputs: list[Sequence[Tensor]] = []
+    for slot, tokens in new.items():
+        for at in range(tokens.num):
+            parent = at - 1 if parents is None else parents[at]
+            text, out = (texts[slot] if parent < 0 else after[slot][parent]).after(tokens, at)
+            after[slot].append(text)
+            outputs.append([part * 0 for part in out] if slot in lost else out)
+    return after, [torch.stack(each, 1) for each in zip(*outputs, strict=True)]

@@ -1,0 +1,196 @@
+"""Backends of recurrent state that are broken in one way each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_backends import Accepted, StateCache, StateInputs, StateLengths, StepPlan
+from attn_backends.state_cache import allocate_caches, replayed
+from attn_backends.torch_state import TorchState
+from builders import AttentionBatch, StateBuilder, StateMetadata, StateSpec
+from tests.mutants.mutant import backend
+
+
+@backend("state.steps_mean_a_sequential_run")
+class ReplaysWithoutDecay(TorchState):
+    def replay(self, cache: StateCache, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        return super().replay(replace(cache, decay=torch.zeros_like(cache.decay)), plan)
+
+
+@backend("state.steps_go_on")
+class CountsInBfloat16(TorchState):
+    """bfloat16 has every count up to 256."""
+
+    def plan_step(self, lengths: StateLengths, metadata: StateMetadata, spec: StateSpec) -> StepPlan:
+        return super().plan_step(replace(lengths, base=lengths.base.bfloat16().int()), metadata, spec)
+
+
+@backend("state.rejected_tokens_leave_nothing")
+class ReplaysRejectedTokens(TorchState):
+    def plan_step(self, lengths: StateLengths, metadata: StateMetadata, spec: StateSpec) -> StepPlan:
+        plan = super().plan_step(lengths, metadata, spec)
+        return plan._replace(replay=torch.where(plan.live & ~plan.fresh, lengths.held[plan.slot], 0).long())
+
+
+@backend("state.windows_roll_back")
+class KeepsTheLastWindow(TorchState):
+    def replay(self, cache: StateCache, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        state, _ = super().replay(cache, plan)
+        return state, super().replay(cache, plan._replace(replay=cache.lengths.held[plan.slot].long()))[1]
+
+
+@backend("state.rows_can_move")
+class KeepsStatesByRow(TorchState):
+    def plan_step(self, lengths: StateLengths, metadata: StateMetadata, spec: StateSpec) -> StepPlan:
+        rows = torch.arange(metadata.num_reqs, device=lengths.base.device)
+        return super().plan_step(lengths, replace(metadata, slots=rows), spec)
+
+
+@backend("state.slots_start_empty")
+class ReadsTheLastOwnersState(TorchState):
+    def replay(self, cache: StateCache, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        return replayed(cache, plan.slot, plan.replay, plan.live)
+
+
+@backend("state.padding_stays_inert")
+class WritesSlot0InPadding(TorchState):
+    def store_window(self, cache: StateCache, plan: StepPlan, rows: Tensor, window: Tensor) -> None:
+        super().store_window(cache, plan, rows | ~plan.live, window)
+
+
+@backend("state.steps_of_any_length_follow")
+class CountsNoSingleToken(TorchState):
+    def end_step(self, lengths: StateLengths, metadata: StateMetadata, *, spec: StateSpec) -> None:
+        if metadata.absorb or metadata.max_query_len > 1:
+            super().end_step(lengths, metadata, spec=spec)
+
+
+@backend("state.prompts_in_chunks_equal_one")
+class ForgetsTheWindowBetweenChunks(TorchState):
+    absorbs = False
+
+    def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
+        self.absorbs = metadata.absorb
+        return super().forward(inputs, cache, metadata, spec=spec)
+
+    def replay(self, cache: StateCache, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        state, window = super().replay(cache, plan)
+        return state, torch.zeros_like(window) if self.absorbs else window
+
+
+@backend("state.snapshots_are_independent")
+class CopiesTheCheckpointOnly(TorchState):
+    def read(self, cache: StateCache, slots: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+        return super().read(cache, slots, torch.minimum(seq_lens, cache.lengths.base[slots]))
+
+
+@backend("state.trees_follow_the_path")
+class KeepsTheFirstNodes(TorchState):
+    def move_accepted(self, *args: Any, **options: Any) -> None:
+        """Leave the journal as the tree wrote it."""
+
+
+@backend("state.trees_follow_the_path")
+class TakesATreeForAChain(TorchState):
+    def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
+        return super().forward(inputs, cache, replace(metadata, tree_masks=None), spec=spec)
+
+
+@backend("state.later_steps_can_be_forgotten")
+class FoldsLaterSteps(TorchState):
+    def plan_step(self, lengths: StateLengths, metadata: StateMetadata, spec: StateSpec) -> StepPlan:
+        plan = super().plan_step(lengths, metadata, spec)
+        return plan if metadata.may_fold else plan._replace(fold=plan.live)
+
+
+@backend("state.lost_states_are_reported")
+class FoldsFullJournals(TorchState):
+    def plan_step(self, lengths: StateLengths, metadata: StateMetadata, spec: StateSpec) -> StepPlan:
+        return super().plan_step(lengths, replace(metadata, may_fold=True), spec)
+
+
+@backend("state.later_steps_can_be_forgotten")
+class LeavesNoRoomForLaterSteps(TorchState):
+    def plan_step(self, lengths: StateLengths, metadata: StateMetadata, spec: StateSpec) -> StepPlan:
+        return super().plan_step(lengths, replace(metadata, reserve=0), spec)
+
+
+@backend("state.lost_states_are_reported")
+class ClampsInSilence(TorchState):
+    def plan_step(self, lengths: StateLengths, metadata: StateMetadata, spec: StateSpec) -> StepPlan:
+        plan = super().plan_step(lengths, metadata, spec)
+        return plan._replace(lost=torch.zeros_like(plan.lost))
+
+
+class _NotesFirstLayers(TorchState):
+    first: Any = None
+
+    def allocate_state(self, *args: Any) -> tuple[StateCache, ...]:
+        caches = super().allocate_state(*args)
+        self.first = caches[0]
+        return caches
+
+
+@backend("state.layers_step_together")
+class CountsAfterTheFirstLayer(_NotesFirstLayers):
+    def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
+        out = super().forward(inputs, cache, metadata, spec=spec)
+        if cache is self.first:
+            super().end_step(cache.lengths, metadata, spec=spec)
+        return out
+
+    def end_step(self, lengths: StateLengths, metadata: StateMetadata, *, spec: StateSpec) -> None:
+        """Counted already."""
+
+
+@backend("state.layers_step_together")
+class MovesAllLayersButTheLast(TorchState):
+    def move_accepted(self, caches: Sequence[StateCache], *args: Any, **options: Any) -> None:
+        super().move_accepted(caches[:-1], *args, **options)
+
+
+class CopiesLengths(StateBuilder):
+    def build(self, batch: AttentionBatch, **options: Any) -> StateMetadata:
+        metadata = super().build(batch, **options)
+        return replace(metadata, seq_lens=metadata.seq_lens.clone())
+
+
+@backend("state.graph_replays_over_other_batches")
+class ReplaysTheCapturedLengths(TorchState):
+    builder = CopiesLengths
+
+
+@backend("state.rollback_is_bitwise")
+class RoundsUpdates(TorchState):
+    """Keeps the 10 bits of TF32 of each update in the journal."""
+
+    def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
+        out = super().forward(inputs, cache, metadata, spec=spec)
+        cache.update.view(torch.int32).bitwise_and_(-(1 << 13))
+        return out
+
+
+@backend("state.unclaimed_is_refused")
+class AcceptsEverything(TorchState):
+    def supports(self, spec: StateSpec, device: torch.device) -> Accepted:
+        return Accepted()
+
+
+@backend("state.unclaimed_is_refused")
+class AllocatesForAnySpec(TorchState):
+    def allocate_state(
+        self, spec: StateSpec, num_layers: int, num_slots: int, device: torch.device
+    ) -> tuple[StateCache, ...]:
+        return allocate_caches(spec, num_layers, num_slots, device)
+
+
+@backend("state.bad_tensors_never_reach_a_kernel")
+class CastsInputs(TorchState):
+    def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
+        x, decay, beta, weight, bias = (None if part is None else part.float() for part in inputs)
+        return super().forward(StateInputs(x, decay, beta, weight, bias), cache, metadata, spec=spec)
