@@ -102,7 +102,7 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row for display, reduced to medians; the JSON has everything."""
     limits, met = verdict(row.get("limits", ()))
     shown = {**row, "peer": row.get("peer") or None, "limits": limits or None, "met": met}
-    for name in ("floor_counts", "p50_of_processes", "kernel_interval_us"):
+    for name in ("floor_counts", "p50_of_processes", "kernel_interval_us", "load"):
         shown.pop(name, None)
     return {name: value["p50"] if isinstance(value, dict) else value for name, value in shown.items()}
 
