@@ -53,6 +53,7 @@ class Settings(TypedDict, total=False):
     - max_model_len  the most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
     - max_num_seqs   the most prompts that run at once; 8. The others wait
     - max_logprobs   the most logprobs that a prompt can request; 0
+    - progress       show a bar on stderr while a model of more than a gigabyte is read, if that is a terminal; True
     """
 
     target: str | None
@@ -65,6 +66,7 @@ class Settings(TypedDict, total=False):
     max_num_seqs: int
     max_logprobs: int
     page_size: int
+    progress: bool
 
 
 class LLM:
@@ -123,7 +125,8 @@ class LLM:
             _require_no_draft_settings(draft_backend=draft_backend, **settings)
         if draft_weights is not None:
             check_draft_weights(draft_weights, torch_dtype, torch_device)
-        pair = load(model, draft, dtype=torch_dtype, device=torch_device, runs_in=runs_in)
+        progress = settings.get("progress", True)
+        pair = load(model, draft, dtype=torch_dtype, device=torch_device, runs_in=runs_in, progress=progress)
         if pair.draft is not None and draft_weights is not None:
             quantise_draft(pair.draft, draft_weights)
         self._draft_weights, self._names = draft_weights, (os.fspath(model), draft and os.fspath(draft))

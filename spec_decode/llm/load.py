@@ -14,12 +14,15 @@ import torch
 from builders import BatchError
 from spec_decode.llm.chat_template import encode_chat
 from spec_decode.llm.pair import Pair, encode_utf8, load_byte_pair
+from spec_decode.llm.progress import loading_bar
 from spec_decode.llm.prompts import Message
 from spec_decode.model_api import TargetModel
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
 from spec_decode.models.causal_lm import load_target
 from spec_decode.models.checkpoints.files import require_regular
 from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.hf.folder import check_model, load_generation_config, load_model, load_tokenizer
+from spec_decode.models.hf.token_text import token_text
 from spec_decode.models.load import aux_hidden_state_layers, check_draft, check_same_tokens, load_with_tokens
 from spec_decode.models.target_fields import unserved
 
@@ -27,13 +30,19 @@ Name = str | os.PathLike[str]
 
 
 def load(
-    model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.device, runs_in: str | None = None
+    model: Name,
+    draft: Name | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    runs_in: str | None = None,
+    progress: bool = False,
 ) -> Pair:
     """Load the model and its draft.
 
     model: a folder, `pydoc` for this library's own pair, or the name of a model in this machine's Hugging
-    Face cache; nothing is downloaded. draft: the same; for a byte-level pair, the name of one of its drafts. runs_in:
-    as in `load_published_pair`. Raises CheckpointError.
+    Face cache; nothing is downloaded. draft: the same; for a byte-level pair, the name of one of its drafts. runs_in,
+    progress: as in `load_published_pair`. Raises CheckpointError.
     """
     folder = find(model)
     if draft is not None:
@@ -51,7 +60,7 @@ def load(
             )
         return load_byte_pair(folder, dtype, device, draft=None if draft is None else os.fspath(draft))
     found = None if draft is None else find(draft, "draft")
-    return load_published_pair(folder, found, dtype=dtype, device=device, runs_in=runs_in)
+    return load_published_pair(folder, found, dtype=dtype, device=device, runs_in=runs_in, progress=progress)
 
 
 def find(name: Name, what: str = "model") -> Path:
@@ -91,20 +100,21 @@ def is_pair(folder: Path) -> bool:
 
 
 def load_published_pair(
-    target: Path, draft: Path | None, *, dtype: torch.dtype, device: torch.device, runs_in: str | None = None
+    target: Path,
+    draft: Path | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    runs_in: str | None = None,
+    progress: bool = False,
 ) -> Pair:
     """Load both folders, or only the target's. The target returns the hidden states that the draft's config names.
 
     runs_in: "transformers", or None for this library's layers if they compute the target, else `transformers`.
+    progress: show a bar while our layers read a large target, if stderr is a terminal.
 
     Raises CheckpointError for an invalid folder, for a draft of another target, and without `transformers`.
     """
-    try:
-        from spec_decode.models.hf.folder import check_model, load_generation_config, load_model, load_tokenizer
-        from spec_decode.models.hf.target import TransformersTarget
-        from spec_decode.models.hf.token_text import token_text
-    except ImportError as error:
-        raise CheckpointError(str(error)) from error
     check_model(target)
     tokenizer, same = load_tokenizer(target), False
     if draft is not None:
@@ -114,8 +124,12 @@ def load_published_pair(
     why = "you asked for it" if store is None else unserved(store)
     target_model: TargetModel
     if store is not None and why is None:
-        target_model = load_target(store, partial(_states, draft), dtype=dtype, device=device)
+        with loading_bar(store.num_bytes, shown=progress) as store.on_read:
+            target_model = load_target(store, partial(_states, draft), dtype=dtype, device=device)
     else:
+        # Only here: it imports transformers' models, which takes seconds.
+        from spec_decode.models.hf.target import TransformersTarget
+
         model = load_model(target, dtype=dtype, device=device)
         states = _states(draft, model.config.get_text_config().num_hidden_layers)
         target_model = TransformersTarget(model, aux_hidden_state_layers=states)

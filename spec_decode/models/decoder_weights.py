@@ -31,21 +31,29 @@ _PUBLISHED = {
 
 
 def read_parameters(model: M, weights: ScopedWeights, renamed: Callable[[str], str] = str) -> M:
-    """Load all parameters that are on the meta device, and make the model ready to run.
+    """Load all parameters that are on the meta device, in the order in which they are stored, and make the model ready
+    to run. All are checked, but for their values, before any is read.
 
     renamed: maps a published tensor name to this checkpoint's. Parameters with the same name share storage. Raises
     CheckpointError.
     """
-    state: dict[str, torch.Tensor] = {}
-    taken: dict[tuple[str, ...], torch.Tensor] = {}
-    for path, parameter in model.named_parameters():
-        if not parameter.is_meta:
-            continue
-        names = tuple(map(renamed, _names(path)))
-        if names not in taken:
-            taken[names] = weights.stacked(names, _rows(model, path), *parameter.shape[1:])
-        # A tied head can have fewer rows than the embedding that it shares.
-        rows, shared = len(parameter), taken[names]
+    sources = {
+        path: tuple(map(renamed, _names(path))) for path, parameter in model.named_parameters() if parameter.is_meta
+    }
+    # Of parameters that share storage the first has the most rows.
+    first: dict[tuple[str, ...], str] = {}
+    for path, names in sources.items():
+        first.setdefault(names, path)
+    columns = {path: model.get_parameter(path).shape[1:] for path in sources}
+    for names, path in first.items():
+        weights.check(names, _rows(model, path), *columns[path])
+    taken = {
+        names: weights.stacked(names, _rows(model, path), *columns[path])
+        for names, path in sorted(first.items(), key=lambda source: min(map(weights.place, source[0])))
+    }
+    state = {}
+    for path, names in sources.items():
+        rows, shared = len(model.get_parameter(path)), taken[names]
         state[path] = shared if len(shared) == rows else frozen(shared[:rows])
     model.load_state_dict(state, assign=True, strict=False)
     return model.eval().requires_grad_(False).to(weights.device)
