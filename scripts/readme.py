@@ -292,7 +292,8 @@ def work(vllm: Mapping[str, Any], engine: Mapping[str, Any], engines: Mapping[st
         "random, so a target would reject almost every draft token. We therefore made the verifier accept a fixed "
         f"mean number of draft tokens per round: {', '.join(kept)} in vLLM, {in_engine}.{compared} Without a draft, "
         f"vLLM generates {_pair(plain)} tokens/s with the Llama and {' / '.join(map(str, SIZES))} concurrent "
-        f"requests. MTP with one request is host-bound; read the number for {size} requests ([why](vllm.md#how-much-faster))."
+        f"requests. MTP with one request is host-bound; read the number for {size} requests "
+        "([why](vllm.md#how-much-faster))."
     )
 
 
