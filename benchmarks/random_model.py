@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
+from spec_decode.matrix.sources import Load
 from spec_decode.models.causal_lm import load_target
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
@@ -28,21 +29,6 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-class Load(TypedDict):
-    """What loading a model took.
-
-    seconds      until all of it is on the device
-    bytes        of its parameters
-    host_peak    the most memory of this process meanwhile, with mapped files; None if the system does not say
-    device_peak  likewise of the device; None on a CPU
-    """
-
-    seconds: float
-    bytes: int
-    host_peak: int | None
-    device_peak: int | None
 
 
 def save_random(folder: Path, shapes: Shapes) -> None:

@@ -19,10 +19,11 @@ import torch
 from attn_backends import Accepted, AttentionBackend, registry
 from benchmarks.measure import Quantiles, quantiles
 from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS, RandomDraft
-from benchmarks.random_model import Load, load_random_target
+from benchmarks.random_model import load_random_target
 from benchmarks.rows import Bench, BenchRow, with_limits
 from spec_decode.drafter import DrafterConfig, Strategy
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Request
+from spec_decode.matrix.sources import Load
 from spec_decode.model_api import DraftModel
 from spec_decode.models.checkpoints.store import RandomStore
 from spec_decode.models.decoder import DecoderTarget

@@ -93,8 +93,13 @@ class TimingEnvironment(Environment, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What loading a target took: the seconds until all of it was on the device, the bytes of its parameters, and the
-    most memory meanwhile, in bytes, of the process and of the device."""
+    """What loading a target took.
+
+    seconds      until all of it is on the device
+    bytes        of its parameters
+    host_peak    the most bytes of the process meanwhile, with mapped files; None if the system does not say
+    device_peak  likewise of the device; None on a CPU
+    """
 
     seconds: float
     bytes: int

@@ -12,10 +12,12 @@ from benchmarks.cases import throughput
 from benchmarks.cases.throughput import LLAMA3_8B, QWEN3_8B, ThroughputCase, rates_of, throughput_rows
 from benchmarks.random_drafts import RANDOM_DRAFTS, _llama
 from benchmarks.random_model import decoder_shapes, timed_load
-from benchmarks.rows import Bench
+from benchmarks.report import report_bytes
+from benchmarks.rows import EMPTY, Bench
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine
-from spec_decode.matrix.sources import Load
+from spec_decode.environment import environment
+from spec_decode.files import parse_json
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.decoder import DecoderTarget
 from spec_decode.paged import GraphMode
@@ -109,11 +111,12 @@ def test_target_is_loaded_as_llm_loads_it(timed):
     case = replace(TINY, architecture="Qwen3ForCausalLM", num_layers=2)
     target, _, load = case.models(CPU)
     assert type(target) is DecoderTarget and target.num_layers == 2
-    assert load["bytes"] == sum(4 * math.prod(shape) for shape in decoder_shapes(case.config).values())
-    assert load["seconds"] > 0 and load["device_peak"] is None
-    assert load["host_peak"] is None or load["host_peak"] > load["bytes"]
-    assert {row["load"]["bytes"] for row in timed[0]} == {4 * (2 * 96 * 64 + 3 * 64 + 64 * (8 + 4) * 64 + 3 * 96 * 64)}
-    assert msgspec.convert(timed[0][0]["load"], Load) == Load(**timed[0][0]["load"])
+    assert load.bytes == sum(4 * math.prod(shape) for shape in decoder_shapes(case.config).values())
+    assert load.seconds > 0 and load.device_peak is None
+    assert load.host_peak is None or load.host_peak > load.bytes
+    assert {row["load"].bytes for row in timed[0]} == {4 * (2 * 96 * 64 + 3 * 64 + 64 * (8 + 4) * 64 + 3 * 96 * 64)}
+    bench = replace(timed[1], rows=[{**EMPTY, **timed[0][0]}], env=msgspec.to_builtins(environment(CPU)))
+    assert parse_json(report_bytes(bench), "the report")["rows"][0]["load"]["bytes"] == timed[0][0]["load"].bytes
 
 
 def test_peak_of_host_memory_is_that_of_loading():
@@ -126,8 +129,8 @@ def test_peak_of_host_memory_is_that_of_loading():
 
     before = read(CPU).resident
     _, found = timed_load(load, CPU)
-    assert found["bytes"] == 80
-    assert found["host_peak"] is None or 7 << 25 <= found["host_peak"] - before < 5 << 26
+    assert found.bytes == 80
+    assert found.host_peak is None or 7 << 25 <= found.host_peak - before < 5 << 26
 
 
 def test_unserved_target_is_not_timed(monkeypatch):

@@ -228,8 +228,8 @@ def test_stacking_holds_each_number_once(tmp_path, stored, monkeypatch):
     _, found = timed_load(load, CPU)
     size = parts["a"].nbytes
     assert torch.equal(stacked[0], torch.cat([*parts.values()]))
-    if found["host_peak"] is not None:
-        assert found["host_peak"] - before < (4 + 1 + 0.5) * size
+    if found.host_peak is not None:
+        assert found.host_peak - before < (4 + 1 + 0.5) * size
 
 
 def test_misshapen_part_of_a_stack_is_found_before_memory_is_taken(tmp_path, monkeypatch):
