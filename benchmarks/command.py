@@ -65,6 +65,12 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, proces
         timings = timed(device=where, cases=cases or None, on_row=on_row, command=command)
     if target != "-":
         _print_rows(console, [_short(row) for row in timings.rows])
+        if (rate := timings.env.get("copy_bytes_per_us")) and any(row.get("floor_us") for row in timings.rows):
+            say(
+                console,
+                f"floor us: what a row must move, at the {rate / 1e6:.2f} TB/s that a copy read and wrote together on "
+                "this device in this run, not at the rate of its data sheet",
+            )
         for line in timings.missing:
             say(console, f"not timed: {line}")
     if target is not None:
@@ -102,7 +108,7 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row for display, reduced to medians; the JSON has everything."""
     limits, met = verdict(row.get("limits", ()))
     shown = {**row, "peer": row.get("peer") or None, "limits": limits or None, "met": met}
-    for name in ("floor_counts", "p50_of_processes", "kernel_interval_us"):
+    for name in ("floor_counts", "p50_of_processes", "kernel_interval_us", "load"):
         shown.pop(name, None)
     return {name: value["p50"] if isinstance(value, dict) else value for name, value in shown.items()}
 

@@ -7,7 +7,6 @@ Both engines run the same Llama of random weights on the same prompts. Ours is m
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.random_model import save_random
 from scripts import vllm_arm
 from scripts.vllm_worker import weight_shapes
 
@@ -34,9 +34,6 @@ CHANNELS = "fp8_per_channel"
 WARM_UP = 32
 """New tokens of every request before decoding alone is timed, as in `bench throughput`."""
 PREFILL_REQUESTS, PREFILL_TOKENS = 16, 1000
-_SPARE = 1 << 20
-_STRIDE = 104_729
-"""A prime, so that no two tensors of a model begin at the same number of their file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,11 +190,8 @@ def llm_options(arm: EngineArm, folder: Path) -> dict[str, Any]:
 
 
 def write_model(folder: Path, size: str, *, kind: str = "") -> Path:
-    """Write a model in the published layout: config.json, a tokenizer of one word, and random weights.
-
-    The weights are one block of random numbers, at which each tensor begins elsewhere: the file is as large as the
-    largest tensor, while the loader reads every tensor whole. kind: as in vllm_arm.model_folder.
-    """
+    """Write a model in the published layout: config.json, a tokenizer of one word, and random weights. kind: as in
+    vllm_arm.model_folder."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -207,24 +201,8 @@ def write_model(folder: Path, size: str, *, kind: str = "") -> Path:
     Tokenizer(WordLevel({"word": 0}, unk_token="word")).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     weights = weight_shapes(SimpleNamespace(**config), is_draft=bool(kind))
-    torch.save(_views({name: shape for name, (shape, _) in weights.items()}), folder / "pytorch_model.bin")
+    save_random(folder, {name: shape for name, (shape, _) in weights.items()})
     return folder
-
-
-def _views(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Return matrices of normal numbers, whose products have a standard deviation of 1 or less, and vectors of ones."""
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
-    spread = 1 / math.sqrt(max(columns for _, columns in matrices.values()))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = max(map(math.prod, matrices.values())) + _SPARE
-    numbers = torch.randn(size, device=device, dtype=torch.bfloat16).mul_(spread).cpu()
-    starts = {name: index * _STRIDE % _SPARE for index, name in enumerate(matrices)}
-    return {
-        name: numbers[starts[name] :][: math.prod(shape)].view(shape)
-        if name in matrices
-        else torch.ones(shape, dtype=torch.bfloat16)
-        for name, shape in shapes.items()
-    }
 
 
 class Theirs:

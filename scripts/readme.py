@@ -16,6 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts import strategy_times, vllm_tables
+from scripts.engine_arm import OURS as LLM_ENGINE
+from scripts.engine_arm import VLLM as VLLM_ENGINE
 from scripts.line_plot import Line, line_plot
 from scripts.markdown_table import markdown_table
 from scripts.on_gpus import card
@@ -35,6 +37,8 @@ VLLM, LATENTS, PAIR = "h100/vllm.json", "h100/vllm-latents.json", "h100/vllm-pai
 """Reports of vLLM: of all drafts on one GPU but those over 128 heads of latents, of these, and on two GPUs."""
 ENGINE_SPEEDS = "h200/bench-throughput.json"
 """Report of our engine's tokens per second."""
+ENGINES = "h100/engines.json"
+"""Report of vLLM beside `LLM`; until there is one, our engine's row is from ENGINE_SPEEDS."""
 ROUNDS, TREES = "h100/bench-drafter.json", "h200/bench-trees.json"
 """Reports of draft rounds, and of trees of a block."""
 COMPILED = tuple(
@@ -47,10 +51,19 @@ COMPILED = tuple(
 """Reports that compare draft steps with torch.compile's."""
 PART_OF_KIT = frozenset({"--family", "--only", "--quick"})
 """Options of `check` that skip checks: such a report says nothing about the rest."""
-SIZES = (1, 32)
-"""Concurrent requests shown in the table."""
 DRAFT_TOKENS = 7
 """Draft tokens per round in the figures of GPU and host time."""
+SIZES = (1, 32)
+"""Concurrent requests shown in the table."""
+NO_DRAFT_ROW = "without a draft"
+COMPARED = {
+    NO_DRAFT_ROW: {"steps": 0, "weights": False},
+    "with EAGLE": {"steps": DRAFT_TOKENS, "weights": False, "draft_weights": False},
+    "with EAGLE, whose weights have 8 bits": {"steps": DRAFT_TOKENS, "weights": False, "draft_weights": True},
+    "with EAGLE, all weights in 8 bits": {"steps": DRAFT_TOKENS, "weights": True, "draft_weights": True},
+    "without a draft, weights in 8 bits": {"steps": 0, "weights": True},
+}
+"""Settings of whole engines that are compared, by how the table names them."""
 SPECULATION = "throughput/speculation"
 """The throughput rows of our engine with and without a draft."""
 OWN_TOKENS = ("graph.planned_steps_have_their_tokens", "base-round")
@@ -104,7 +117,7 @@ def contents(root: Path) -> dict[Path, str]:
             "vllm ratios on two GPUs": vllm_tables.ratios([pair], num_gpus=2),
         },
         VLLM_FIGURES: {
-            "work of the readme": work(vllm, _load(root, ENGINE_SPEEDS)),
+            "work of the readme": work(vllm, _load(root, ENGINE_SPEEDS), _engines(root)),
             "vllm figures": "\n\n".join(
                 vllm_tables.figures(report, name) for report, name in ((vllm, VLLM), (latents, LATENTS), (pair, PAIR))
             ),
@@ -196,19 +209,13 @@ def _best(arms: Mapping[str, Mapping[int, float]], names: Sequence[str]) -> str:
 
 def speeds(root: Path) -> str:
     """Build the table of our engine's and drafter's speeds, with baselines and sources."""
-    engine, rounds, compiled = (_load(root, name) for name in (ENGINE_SPEEDS, ROUNDS, COMPILED[0]))
+    rounds, compiled = (_load(root, name) for name in (ROUNDS, COMPILED[0]))
     torchs, ours = zip(*strategy_times.compiled_times(compiled).values(), strict=True)
-    by_drafts, timed = engine_speeds(engine), strategy_times.rounds_of(rounds)
+    timed = strategy_times.rounds_of(rounds)
     eager, graph = (timed[strategy, 1]["host_us"][1] / 1e3 for strategy in ("eager", "full_loop"))
-    plain, drafted = min(by_drafts), max(by_drafts)
     sizes = " / ".join(map(str, SIZES))
     rows = [
-        [
-            f"Tokens/s in our engine, {sizes} requests",
-            f"{_pair(by_drafts[plain])} (no draft)",
-            f"{_pair(by_drafts[drafted])} ({drafted} draft tokens)",
-            _source(engine, "attn-backends bench throughput"),
-        ],
+        *engine_rows(root),
         [
             f"GPU time to draft tokens 2 to {DRAFT_TOKENS}, {sizes} requests",
             f"{_ms(torchs)} ms (`torch.compile`, max-autotune)",
@@ -225,19 +232,70 @@ def speeds(root: Path) -> str:
     return markdown_table(["measured", "baseline", "this library", "device, date, command"], rows)
 
 
-def work(vllm: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
-    """Describe what the README's speeds were measured on."""
+def engine_rows(root: Path) -> list[list[str]]:
+    """Build the rows of whole engines: `LLM` of a folder with vLLM as its baseline, or without a report of both, our
+    engine with a draft and without."""
+    sizes = " / ".join(map(str, SIZES))
+    if (report := _engines(root)) is None:
+        engine = _load(root, ENGINE_SPEEDS)
+        by_drafts = engine_speeds(engine)
+        plain, drafted = min(by_drafts), max(by_drafts)
+        return [
+            [
+                f"Tokens/s in our engine, {sizes} requests",
+                f"{_pair(by_drafts[plain])} (no draft)",
+                f"{_pair(by_drafts[drafted])} ({drafted} draft tokens)",
+                _source(engine, "attn-backends bench throughput"),
+            ]
+        ]
+    rows, source = [], _source(report, "scripts/vllm_figures.py --engines")
+    for label, settings in COMPARED.items():
+        alike = [each for each in report["arms"] if each["rows"] and settings.items() <= each["arm"].items()]
+        theirs, ours = ([each for each in alike if each["arm"]["engine"] == name] for name in (VLLM_ENGINE, LLM_ENGINE))
+        if not (theirs and ours):
+            continue
+        vllm = f"vLLM {theirs[0]['vllm']}"
+        both = [f"{_pair(_fastest(theirs))} ({vllm})", f"{_pair(_fastest(ours))} (`LLM`)"]
+        rows.append([f"Tokens/s of an 8B Llama {label}, {sizes} requests", *both, source])
+        if settings == COMPARED[NO_DRAFT_ROW]:
+            prompts = [median(each["prefill"]["tokens_per_s"]) for each in (theirs[0], ours[0])]
+            name = f"Prompt tokens/s of an 8B Llama, {ours[0]['prefill']['requests']} prompts of 1,000 tokens"
+            rows.append([name, f"{prompts[0]:,.0f} ({vllm})", f"{prompts[1]:,.0f} (`LLM`)", source])
+    return rows
+
+
+def _engines(root: Path) -> dict[str, Any] | None:
+    return _load(root, ENGINES) if (root / "reports" / ENGINES).exists() else None
+
+
+def _fastest(arms: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Return by requests the speed of the fastest of several arms: vLLM's further options help at some sizes only."""
+    rows = [row for arm in arms for row in arm["rows"]]
+    return {size: max(median(row["tokens_per_s"]) for row in rows if row["requests"] == size) for size in SIZES}
+
+
+def work(vllm: Mapping[str, Any], engine: Mapping[str, Any], engines: Mapping[str, Any] | None = None) -> str:
+    """Describe what the README's speeds were measured on. engines: the report of whole engines, if there is one."""
     kept = [f"{kept:g} of {steps}" for steps, kept in (_round(vllm, *of) for _, of, *_ in IN_VLLM)]
     accepted = [row["accepted"] for row in engine["rows"] if row["case"] == SPECULATION and "accepted" in row]
     plain, size = vllm_arms(vllm, *EAGLE)[NO_DRAFT], SIZES[-1]
+    in_engine = f"{min(accepted):.1f} to {max(accepted):.1f} of {max(engine_speeds(engine))} in our engine"
+    compared = ""
+    if engines is not None:
+        arm = next(each["arm"] for each in engines["arms"] if each["arm"]["steps"])
+        in_engine = f"{arm['kept']:g} of {arm['steps']} where vLLM and `LLM` are compared"
+        compared = (
+            " `LLM` loads the Llama from a folder, and both engines have their defaults, whole requests of about 512 "
+            "tokens of prompt and 256 new ones. Of vLLM's options for drafts in 8 bits the faster is shown."
+        )
     return (
         "The README's table of vLLM has an 8B Llama with EAGLE, an 8B Qwen3 with DFlash and DFlash2, and, for MTP, "
         "four layers of DeepSeek-V3 as one of eight GPUs holds them (16 of 128 heads), not compiled. All weights are "
         "random, so a target would reject almost every draft token. We therefore made the verifier accept a fixed "
-        f"mean number of draft tokens per round: {', '.join(kept)} in vLLM, {min(accepted):.1f} to {max(accepted):.1f} "
-        f"of {max(engine_speeds(engine))} in our engine. Without a draft, vLLM generates {_pair(plain)} tokens/s with "
-        f"the Llama and {' / '.join(map(str, SIZES))} concurrent requests. MTP with one request is host-bound; read "
-        f"the number for {size} requests ([why](vllm.md#how-much-faster))."
+        f"mean number of draft tokens per round: {', '.join(kept)} in vLLM, {in_engine}.{compared} Without a draft, "
+        f"vLLM generates {_pair(plain)} tokens/s with the Llama and {' / '.join(map(str, SIZES))} concurrent "
+        f"requests. MTP with one request is host-bound; read the number for {size} requests "
+        "([why](vllm.md#how-much-faster))."
     )
 
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.cases.throughput import QWEN3_8B, Decoding, ThroughputCase, TimedPair, rates_of, timed_pair
+from benchmarks.cases.throughput import QWEN3_8B, Decoding, Models, ThroughputCase, TimedPair, rates_of, timed_pair
 from benchmarks.random_drafts import RandomDraft
 from benchmarks.rows import Bench, BenchRow
 from spec_decode.engine import Engine, EngineStats, Request
 from spec_decode.llm.byte_tokenizer import encode
-from spec_decode.model_api import DraftModel
-from spec_decode.models import SHIPPED_PAIR, LlamaTarget, dflash, load_pair
+from spec_decode.models import SHIPPED_PAIR, dflash, load_pair
 from spec_decode.sampling import SamplingParams
 from spec_decode.testing.held_out_text import held_out_prompts
 from spec_decode.trees import DynamicTreeConfig
@@ -34,10 +33,9 @@ class ShippedCase(ThroughputCase):
 
     temperature: float = 0.0
 
-    def models(self, device: torch.device) -> tuple[LlamaTarget, DraftModel]:
-        """Return target and draft, on the device."""
-        target, draft = load_pair(SHIPPED_PAIR, draft="block_draft")
-        return target.to(device, self.dtype), draft.to(device, self.dtype)
+    def models(self, device: torch.device) -> Models:
+        """Load both on the device."""
+        return Models(*load_pair(SHIPPED_PAIR, draft="block_draft", dtype=self.dtype, device=device), None)
 
     def requests(self, count: int) -> list[Request]:
         """Return requests with a seed each."""

@@ -1,6 +1,7 @@
 """Output throughput of the whole engine: Llama-3-8B's shape with its EAGLE draft, random weights, set acceptance.
 
-All requests of a row are submitted at once, and rates are measured while every one of them decodes: from when each has
+The target is loaded from a folder in the published layout, as `LLM` loads it, and each row says what that took. All
+requests of a row are submitted at once, and rates are measured while every one of them decodes: from when each has
 `warm_up_tokens` tokens, so that prefill and first launches are over, until the first has its full `output`. The output
 of random weights is arbitrary, so nothing stops a text early, and synthetic acceptance sets how many drafts are kept.
 """
@@ -11,28 +12,32 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
+from typing import Any, NamedTuple
 
 import torch
 
 from attn_backends import Accepted, AttentionBackend, registry
 from benchmarks.measure import Quantiles, quantiles
 from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS, RandomDraft
+from benchmarks.random_model import load_random_target
 from benchmarks.rows import Bench, BenchRow, with_limits
 from spec_decode.drafter import DrafterConfig, Strategy
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Request
+from spec_decode.matrix.sources import Load
 from spec_decode.model_api import DraftModel
-from spec_decode.models import LlamaTarget
-from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.store import RandomStore, ScopedWeights
-from spec_decode.models.decoder_config import read_decoder
-from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.layer_windows import no_windows
-from spec_decode.models.layers.rope import RotaryEmbedding
+from spec_decode.models.checkpoints.store import RandomStore
+from spec_decode.models.decoder import DecoderTarget
+from spec_decode.models.layer_windows import ARCHITECTURES
 from spec_decode.sampling import SamplingParams
 from spec_decode.tools.timing_limit import TimingLimit
 from spec_decode.trees import DynamicTreeConfig
 
 NAME = "throughput"
+_SHARED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "rms_norm_eps", "rope_theta",
+)  # fmt: skip
+"""Fields that a target has from its draft."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,17 +64,27 @@ _TWO_GRAPHS, _ONE_GRAPH = replace(_SPECULATIVE, one_graph=False), replace(_SPECU
 _INVARIANT = replace(_SPECULATIVE, batch_invariant=True)
 
 
+class Models(NamedTuple):
+    """A target and its draft, and what loading the target took, if that is known."""
+
+    target: DecoderTarget
+    draft: DraftModel
+    load: Load | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThroughputCase:
     """A draft over a complete target of its shape, and the requests to time.
 
-    backends: the target's, in order of preference; the last is used if no other supports it. prompt, output: tokens per
-    request. warm_up_tokens: output tokens before the clock starts. gains: minimum gain in percent from the graph of
-    step 0, by requests. kept: mean draft tokens kept per round, by the number drafted.
+    architecture: the target's, as in its config.json. backends: the target's, in order of preference; the last is used
+    if no other supports it. prompt, output: tokens per request. warm_up_tokens: output tokens before the clock starts.
+    gains: minimum gain in percent from the graph of step 0, by requests. kept: mean draft tokens kept per round, by the
+    number drafted.
     """
 
     draft: RandomDraft
     num_layers: int
+    architecture: str = "LlamaForCausalLM"
     dtype: torch.dtype
     backends: tuple[str, ...]
     num_reqs: tuple[int, ...]
@@ -79,17 +94,20 @@ class ThroughputCase:
     gains: Mapping[int, float] = field(default_factory=dict)
     kept: Mapping[int, float] = field(default_factory=dict)
 
-    def models(self, device: torch.device) -> tuple[LlamaTarget, DraftModel]:
-        """Return target and draft with random weights, made on the device in their dtype."""
-        fields = ConfigReader(self.draft.config, "the draft's config")
-        config = replace(read_decoder(fields, no_windows).model, num_layers=self.num_layers)
+    @property
+    def config(self) -> dict[str, Any]:
+        """The target's config.json: the draft's sizes, and layers of its own."""
+        sizes = {name: self.draft.config[name] for name in _SHARED}
+        named = {"architectures": [self.architecture], "model_type": ARCHITECTURES[self.architecture]}
+        return {**sizes, **named, "num_hidden_layers": self.num_layers}
+
+    def models(self, device: torch.device) -> Models:
+        """Load both on the device: the target from a folder, as `LLM` does, and the draft by its loader."""
         store = RandomStore(self.draft.config, list(self.draft.names), device)
         read = getattr(self.draft.kind, "aux_hidden_state_layers", None)
-        with torch.device("meta"):
-            target = LlamaTarget(config, read and read(store, config.num_layers))
-        target.rotary = RotaryEmbedding(config)
-        target = read_parameters(target, ScopedWeights(RandomStore({}, [], device), "", self.dtype, device))
-        return target, self.draft.kind.load(store, target, dtype=self.dtype, device=device)
+        states = read and read(store, self.num_layers)
+        target, load = load_random_target(self.config, states, self.dtype, device)
+        return Models(target, self.draft.kind.load(store, target, dtype=self.dtype, device=device), load)
 
     def requests(self, count: int) -> list[Request]:
         """Return greedy prompts of random tokens, with a seed each: requests of one seed would keep the same drafts."""
@@ -114,7 +132,12 @@ LLAMA3_8B = ThroughputCase(
 )
 """The output is a quarter of the published runs' 1000 tokens: all rounds are alike, and GPU time is scarce."""
 QWEN3_8B = replace(
-    LLAMA3_8B, draft=BLOCK_DRAFTS["qwen3-8b-dflash"], num_layers=36, gains={}, kept={3: 2.0, 7: 3.5, 15: 5.0}
+    LLAMA3_8B,
+    draft=BLOCK_DRAFTS["qwen3-8b-dflash"],
+    num_layers=36,
+    architecture="Qwen3ForCausalLM",
+    gains={},
+    kept={3: 2.0, 7: 3.5, 15: 5.0},
 )
 
 
@@ -174,8 +197,7 @@ class TimedPair:
     """A case with its models, and the backend chosen for the target."""
 
     case: ThroughputCase
-    target: LlamaTarget
-    draft: DraftModel
+    models: Models
     backend: AttentionBackend
 
     def engine(self, decoding: Decoding) -> Engine:
@@ -199,12 +221,13 @@ class TimedPair:
             batch_invariant=decoding.batch_invariant,
         )
         draft_backend = registry.get(case.draft.backends[0])
-        return Engine(self.target, None if plain else self.draft, self.backend, config, draft_backend=draft_backend)
+        draft = None if plain else self.models.draft
+        return Engine(self.models.target, draft, self.backend, config, draft_backend=draft_backend)
 
     def row(self, part: str, decoding: Decoding, num_reqs: int, host_waits: bool, rates: Rates) -> BenchRow:
         """Return a row; per_user is tokens per second of one request."""
         case, plain = self.case, decoding.num_speculative_tokens == 0
-        (group,) = self.target.layer_groups(case.draft.page_size)
+        (group,) = self.models.target.layer_groups(case.draft.page_size)
         return {
             "case": f"{NAME}/{part}",
             "backend": self.backend.name,
@@ -226,6 +249,7 @@ class TimedPair:
             "launch_us": round(rates.launch_us, 1),
             "tokens_per_second": round(rates.tokens_per_second, 2),
             "per_user": round(rates.tokens_per_second / num_reqs, 2),
+            "load": self.models.load,
         }
 
 
@@ -293,11 +317,11 @@ def rates_of(engine: Engine, requests: Sequence[Request], warm_up_tokens: int, h
 
 def timed_pair(bench: Bench, case: ThroughputCase) -> TimedPair:
     """Return the case's models on the bench's device, with the first of its backends that supports the target there."""
-    target, draft = case.models(bench.device)
-    return TimedPair(case, target, draft, _backend(bench, case, target))
+    models = case.models(bench.device)
+    return TimedPair(case, models, _backend(bench, case, models.target))
 
 
-def _backend(bench: Bench, case: ThroughputCase, target: LlamaTarget) -> AttentionBackend:
+def _backend(bench: Bench, case: ThroughputCase, target: DecoderTarget) -> AttentionBackend:
     """Return the first of the case's backends that supports the target here, noting why earlier ones do not."""
     (group,) = target.layer_groups(case.draft.page_size)
     *preferred, last = case.backends

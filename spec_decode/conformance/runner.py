@@ -178,7 +178,7 @@ def check_list(
     )
     notes = notes_on(subject, report.claims, every, known)
     if quick:
-        notes += (quick_note([check for check in every if not check.quick]),)
+        notes += (quick_note([check for check in every if not check.quick and _wanted(check, families, checks, tags)]),)
     return CheckList(report, tuple(wanted), known, notes, every=len(wanted) == len(every))
 
 

@@ -54,6 +54,7 @@ class Settings(TypedDict, total=False):
     - max_model_len  the most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
     - max_num_seqs   the most prompts that run at once; 8. The others wait
     - max_logprobs   the most logprobs that a prompt can request; 0
+    - progress       show a bar on stderr while a model of more than a gigabyte is read, if that is a terminal; True
     """
 
     target: str | None
@@ -67,6 +68,7 @@ class Settings(TypedDict, total=False):
     max_num_seqs: int
     max_logprobs: int
     page_size: int
+    progress: bool
 
 
 class LLM:
@@ -124,8 +126,15 @@ class LLM:
         if draft is None:
             _require_no_draft_settings(draft_backend=draft_backend, **settings)
         _check_formats(torch_dtype, torch_device, **settings)
-        quantises = settings.get("weights") is not None
-        pair = load(model, draft, dtype=torch_dtype, device=torch_device, runs_in=runs_in, quantises=quantises)
+        pair = load(
+            model,
+            draft,
+            dtype=torch_dtype,
+            device=torch_device,
+            runs_in=runs_in,
+            quantises=settings.get("weights") is not None,
+            progress=settings.get("progress", True),
+        )
         if pair.draft is not None and draft_weights is not None:
             quantise_draft(pair.draft, draft_weights)
         self._draft_weights, self._names = draft_weights, (os.fspath(model), draft and os.fspath(draft))

@@ -15,6 +15,7 @@ import torch
 from builders import BatchError
 from spec_decode.llm.chat_template import encode_chat
 from spec_decode.llm.pair import Pair, encode_utf8, load_byte_pair
+from spec_decode.llm.progress import loading_bar
 from spec_decode.llm.prompts import Message
 from spec_decode.model_api import TargetModel
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
@@ -23,6 +24,8 @@ from spec_decode.models.checkpoints.files import require_regular
 from spec_decode.models.checkpoints.folder_kind import is_mxfp4
 from spec_decode.models.checkpoints.fp8_store import Fp8Store
 from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.hf.folder import check_model, load_generation_config, load_model, load_tokenizer
+from spec_decode.models.hf.token_text import token_text
 from spec_decode.models.kernels.fp8_weight import reads_fp8
 from spec_decode.models.load import aux_hidden_state_layers, check_draft, check_same_tokens, load_with_tokens
 from spec_decode.models.quantise import quantise_target
@@ -40,12 +43,13 @@ def load(
     device: torch.device,
     runs_in: str | None = None,
     quantises: bool = False,
+    progress: bool = False,
 ) -> Pair:
     """Load the model and its draft.
 
     model: a folder, `pydoc` for this library's own pair, or the name of a model in this machine's Hugging
     Face cache; nothing is downloaded. draft: the same; for a byte-level pair, the name of one of its drafts. runs_in,
-    quantises: as in `load_published_pair`. Raises CheckpointError.
+    quantises, progress: as in `load_published_pair`. Raises CheckpointError.
     """
     folder = find(model)
     if draft is not None:
@@ -67,7 +71,8 @@ def load(
         quantise_target(pair.target)
         return replace(pair, target_weights=_QUANTISED)
     found = None if draft is None else find(draft, "draft")
-    return load_published_pair(folder, found, dtype=dtype, device=device, runs_in=runs_in, quantises=quantises)
+    options: Any = {"runs_in": runs_in, "quantises": quantises, "progress": progress}
+    return load_published_pair(folder, found, dtype=dtype, device=device, **options)
 
 
 def find(name: Name, what: str = "model") -> Path:
@@ -114,20 +119,16 @@ def load_published_pair(
     device: torch.device,
     runs_in: str | None = None,
     quantises: bool = False,
+    progress: bool = False,
 ) -> Pair:
     """Load both folders, or only the target's. The target returns the hidden states that the draft's config names.
 
     runs_in: "transformers", or None for this library's layers if they compute the target, else `transformers`.
-    quantises: round the weights of the target's products to 8 bits, which needs this library's layers.
+    quantises: round the weights of the target's products to 8 bits, which needs this library's layers. progress: show a
+    bar while our layers read a large target, if stderr is a terminal.
 
     Raises CheckpointError for an invalid folder, for a draft of another target, and without `transformers`.
     """
-    try:
-        from spec_decode.models.hf.folder import check_model, load_generation_config, load_model, load_tokenizer
-        from spec_decode.models.hf.target import TransformersTarget
-        from spec_decode.models.hf.token_text import token_text
-    except ImportError as error:
-        raise CheckpointError(str(error)) from error
     check_model(target, narrow=runs_in is None)
     store = None if runs_in == "transformers" else Fp8Store.open(target)
     why = "you asked for it" if store is None else unserved(store)
@@ -145,8 +146,12 @@ def load_published_pair(
         same = check_same_tokens(draft, target, tokenizer)
     target_model: TargetModel
     if store is not None and why is None:
-        target_model = load_target(store, partial(_states, draft), dtype=dtype, device=device, quantises=quantises)
+        with loading_bar(store.num_bytes, shown=progress) as store.on_read:
+            target_model = load_target(store, partial(_states, draft), dtype=dtype, device=device, quantises=quantises)
     else:
+        # Only here: it imports transformers' models, which takes seconds.
+        from spec_decode.models.hf.target import TransformersTarget
+
         model = load_model(target, dtype=dtype, device=device)
         states = _states(draft, model.config.get_text_config().num_hidden_layers)
         target_model = TransformersTarget(model, aux_hidden_state_layers=states)

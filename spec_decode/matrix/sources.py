@@ -92,6 +92,21 @@ class TimingEnvironment(Environment, frozen=True, kw_only=True):
         return Environment(**{name: getattr(self, name) for name in Environment.__struct_fields__})
 
 
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What loading a target took.
+
+    seconds      until all of it is on the device
+    bytes        of its parameters
+    host_peak    the most bytes of the process meanwhile, with mapped files; None if the system does not say
+    device_peak  likewise of the device; None on a CPU
+    """
+
+    seconds: float
+    bytes: int
+    host_peak: int | None = None
+    device_peak: int | None = None
+
+
 class TimingRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A row of `attn-backends bench`. A case can add columns, which are not read here."""
 
@@ -123,6 +138,8 @@ class TimingRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """For a whole engine: draft tokens kept per round."""
     per_user: float | None = None
     """For a whole engine: output tokens per second of one request."""
+    load: Load | None = None
+    """For a whole engine: what loading its target took."""
     temperature: float | None = None
     """For a draft round: the requests' temperature; 0 is greedy."""
     extend_in_graph: bool | None = None

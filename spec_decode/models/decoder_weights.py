@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from spec_decode.models.checkpoints.store import ScopedWeights, frozen
+from spec_decode.models.checkpoints.store import ScopedWeights, frozen, held
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.layers.linear import FusingLinear
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -43,32 +43,42 @@ FUSED: Layout = {"qkv": ("self_attn.qkv_proj",), **FUSED_GATE_UP}
 def read_parameters(
     model: M, weights: ScopedWeights, renamed: Callable[[str], str] = str, layout: Layout = _PUBLISHED
 ) -> M:
-    """Load all parameters that are on the meta device, and make the model ready to run.
+    """Load all parameters that are on the meta device, in the order in which they are stored, and make the model ready
+    to run. All are checked, but for their values, before any is read.
 
     renamed: maps a published tensor name to this checkpoint's. layout: replaces names of Llama's. Parameters with the
     same name share storage, except the 8-bit copy of a tied head. Raises CheckpointError.
     """
-    taken: dict[tuple[str, ...], nn.Parameter] = {}
-    for path, parameter in list(model.named_parameters()):
-        if not parameter.is_meta:
-            continue
-        place, _, kind = path.rpartition(".")
-        layer, names, rows = model.get_submodule(place), tuple(map(renamed, _names(path, layout))), len(parameter)
-        multiplies = kind == "weight" and isinstance(layer, FusingLinear)
-        weight: nn.Parameter | Fp8Weight | None = taken.get(names)
+    sources = {
+        path: tuple(map(renamed, _names(path, layout)))
+        for path, parameter in model.named_parameters()
+        if parameter.is_meta
+    }
+    # Of parameters that share storage the first has the most rows.
+    first: dict[tuple[str, ...], str] = {}
+    for path, names in sources.items():
+        first.setdefault(names, path)
+    sizes = {path: model.get_parameter(path).shape for path in sources}
+    rows = {path: _rows(model, path) if len(names) > 1 else sizes[path][:1] for names, path in first.items()}
+    for names, path in first.items():
+        weights.check(names, rows[path], *sizes[path][1:])
+    taken: dict[tuple[str, ...], nn.Parameter | Fp8Weight] = {}
+    for names, path in sorted(first.items(), key=lambda source: min(map(weights.place, source[0]))):
+        layer = _layer(model, path)
         if isinstance(layer, RMSNorm):
-            weight = layer.stored(weights, *names)
-        elif weight is None:
-            read = weights.product if multiplies else weights.stacked
-            weight = read(names, _rows(model, path) if len(names) > 1 else [rows], *parameter.shape[1:])
+            taken[names] = layer.stored(weights, *names)
+        else:
+            read = weights.product if _multiplies(model, path) else weights.stacked
+            taken[names] = read(names, rows[path], *sizes[path][1:])
+    for path, names in sources.items():
+        weight, count, kind = taken[names], len(model.get_parameter(path)), path.rpartition(".")[2]
         if isinstance(weight, nn.Parameter):
-            taken[names] = weight
             # A tied head can have fewer rows than the embedding that it shares.
-            weight = weight if len(weight) == rows else frozen(weight[:rows])
-            weight = Fp8Weight.of(weight) if multiplies and weights.quantises else weight
+            weight = weight if len(weight) == count else frozen(weight[:count])
+            weight = held(weights.rounded(weight)) if _multiplies(model, path) else weight
         # nn.Module rejects a module under the name of a parameter.
-        delattr(layer, kind)
-        setattr(layer, kind, weight)
+        delattr(_layer(model, path), kind)
+        setattr(_layer(model, path), kind, weight)
     return model.eval().requires_grad_(False).to(weights.device)
 
 
@@ -87,7 +97,17 @@ def _names(path: str, layout: Layout) -> list[str]:
     return [".".join([*prefix, part, kind]) for part in layout.get(module, _PUBLISHED.get(module, (module,)))]
 
 
+def _layer(model: nn.Module, path: str) -> nn.Module:
+    """Return the module that has the parameter at `path`."""
+    return model.get_submodule(path.rpartition(".")[0])
+
+
+def _multiplies(model: nn.Module, path: str) -> bool:
+    """Whether the parameter at `path` is the weight of a product."""
+    return path.endswith(".weight") and isinstance(_layer(model, path), FusingLinear)
+
+
 def _rows(model: nn.Module, path: str) -> Sequence[int]:
     """Return the number of rows of each tensor in the parameter at `path`."""
-    layer = model.get_submodule(path.rpartition(".")[0])
+    layer = _layer(model, path)
     return layer.outputs if isinstance(layer, FusingLinear) else model.get_parameter(path).shape[:1]

@@ -1,17 +1,27 @@
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
 from attn_backends import get
+from benchmarks import random_model
 from benchmarks.cases import throughput
-from benchmarks.cases.throughput import LLAMA3_8B, ThroughputCase, rates_of, throughput_rows
+from benchmarks.cases.throughput import LLAMA3_8B, QWEN3_8B, ThroughputCase, rates_of, throughput_rows
 from benchmarks.random_drafts import RANDOM_DRAFTS, _llama
-from benchmarks.rows import Bench
+from benchmarks.random_model import decoder_shapes, timed_load
+from benchmarks.report import report_bytes
+from benchmarks.rows import EMPTY, Bench
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine
+from spec_decode.environment import environment
+from spec_decode.files import parse_json
+from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.decoder import DecoderTarget
 from spec_decode.paged import GraphMode
+from spec_decode.testing.memory import read
 from spec_decode.tools.timing_limit import verdict
 from tests.factories import CPU, engine_config, make_config, make_pair
 
@@ -80,7 +90,7 @@ def make_engine(pair, **options):
 @pytest.mark.parametrize("host_waits", [False, True])
 def test_clock_covers_full_batch_and_empties_engine(host_waits, monkeypatch):
     """It starts when all requests have settled and stops when the first is complete."""
-    engine = make_engine(TINY.models(CPU), graph_mode=GraphMode.NONE, strategy=None)
+    engine = make_engine(TINY.models(CPU)[:2], graph_mode=GraphMode.NONE, strategy=None)
     # A second passes with every token, and with nothing else.
     clock = SimpleNamespace(perf_counter=lambda: float(engine.stats.new_tokens))
     monkeypatch.setattr(throughput, "time", clock)
@@ -91,9 +101,42 @@ def test_clock_covers_full_batch_and_empties_engine(host_waits, monkeypatch):
     assert engine.pool.num_free == before and not engine.step()
 
 
-def test_llama_3_8b_target_has_its_parameter_count():
-    target, _ = LLAMA3_8B.models(torch.device("meta"))
-    assert sum(p.numel() for p in target.parameters()) == 8_030_261_248
+@pytest.mark.parametrize(("case", "count"), [(LLAMA3_8B, 8_030_261_248), (QWEN3_8B, 8_190_735_360)])
+def test_published_target_has_its_parameter_count(case, count):
+    assert sum(map(math.prod, decoder_shapes(case.config).values())) == count
+
+
+def test_target_is_loaded_as_llm_loads_it(timed):
+    """From a folder, with all its layers; every row says what that took."""
+    case = replace(TINY, architecture="Qwen3ForCausalLM", num_layers=2)
+    target, _, load = case.models(CPU)
+    assert type(target) is DecoderTarget and target.num_layers == 2
+    assert load.bytes == sum(4 * math.prod(shape) for shape in decoder_shapes(case.config).values())
+    assert load.seconds > 0 and load.device_peak is None
+    assert load.host_peak is None or load.host_peak > load.bytes
+    assert {row["load"].bytes for row in timed[0]} == {4 * (2 * 96 * 64 + 3 * 64 + 64 * (8 + 4) * 64 + 3 * 96 * 64)}
+    bench = replace(timed[1], rows=[{**EMPTY, **timed[0][0]}], env=msgspec.to_builtins(environment(CPU)))
+    assert parse_json(report_bytes(bench), "the report")["rows"][0]["load"]["bytes"] == timed[0][0]["load"].bytes
+
+
+def test_peak_of_host_memory_is_that_of_loading():
+    held = []
+
+    def load():
+        torch.zeros(1 << 26).add_(1)
+        held.append(torch.ones(1 << 22))
+        return torch.nn.Linear(4, 4)
+
+    before = read(CPU).resident
+    _, found = timed_load(load, CPU)
+    assert found.bytes == 80
+    assert found.host_peak is None or 7 << 25 <= found.host_peak - before < 5 << 26
+
+
+def test_unserved_target_is_not_timed(monkeypatch):
+    monkeypatch.setattr(random_model, "unserved", lambda _: "config.json has a field")
+    with pytest.raises(CheckpointError, match=r"our layers do not compute the model to time: config.json has a field"):
+        TINY.models(CPU)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -88,6 +89,53 @@ def test_a_backend_without_figures_has_a_dash() -> None:
     arms = [arm for arm in report["arms"] if arm["arm"]["draft"] != "FLASH_ATTN"]
     eagle, *_, mtp = readme.vllm_speeds({**report, "arms": arms}).splitlines()[-4:]
     assert "| – | 156 / 3,698 (`FLASHINFER`) |" in eagle and "–" not in mtp
+
+
+def engine_arm(settings: dict[str, Any], speeds: list[float], prefill: float = 1.0) -> dict[str, Any]:
+    rows = [
+        {"requests": size, "tokens_per_s": [speed, speed * 9, 0.1]} for size, speed in zip((1, 32), speeds, strict=True)
+    ]
+    return {
+        "arm": {"steps": 0, "kept": 0.0, "weights": False, "draft_weights": False, "local_argmax": False, **settings},
+        "rows": rows,
+        "vllm": "0.33.0",
+        "prefill": {"requests": 16, "tokens_per_s": [prefill, prefill * 9, 0.1]},
+    }
+
+
+def test_llm_is_shown_beside_vllm_once_both_are_measured(copy: Path) -> None:
+    """Until then, our engine with a draft and without."""
+    assert "in our engine" in readme.speeds(copy) and "(`LLM`)" not in readme.speeds(copy)
+    vllm, ours = ({"engine": name} for name in (readme.VLLM_ENGINE, readme.LLM_ENGINE))
+    drafted = {"steps": 7, "kept": 3.2, "draft_weights": True}
+    arms = [
+        engine_arm(vllm, [150.0, 3529.0], 30_000.0),
+        engine_arm(ours, [177.0, 3789.0], 31_000.0),
+        engine_arm(vllm | drafted, [418.0, 6746.0]),
+        engine_arm(vllm | drafted | {"local_argmax": True}, [420.0, 6700.0]),
+        engine_arm(ours | drafted, [485.0, 6414.0]),
+        engine_arm(ours | {"weights": True}, [1.0, 1.0]),
+    ]
+    report = {"env": {"device": "NVIDIA H100 80GB", "date": "2026-11-29T00:00:00"}, "arms": arms}
+    (copy / "reports" / readme.ENGINES).write_text(json.dumps(report))
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in readme.speeds(copy).splitlines()[2:5]]
+    assert {row[3] for row in rows} == {"H100, 2026-11-29, `scripts/vllm_figures.py --engines`"}
+    model = "Tokens/s of an 8B Llama"
+    assert [row[:3] for row in rows] == [
+        [f"{model} without a draft, 1 / 32 requests", "150 / 3,529 (vLLM 0.33.0)", "177 / 3,789 (`LLM`)"],
+        [
+            "Prompt tokens/s of an 8B Llama, 16 prompts of 1,000 tokens",
+            "30,000 (vLLM 0.33.0)",
+            "31,000 (`LLM`)",
+        ],
+        [
+            f"{model} with EAGLE, whose weights have 8 bits, 1 / 32 requests",
+            "420 / 6,746 (vLLM 0.33.0)",
+            "485 / 6,414 (`LLM`)",
+        ],
+    ]
+    assert "in our engine" not in readme.speeds(copy)
+    assert "3.2 of 7 where vLLM and `LLM` are compared" in readme.contents(copy)[readme.VLLM_FIGURES]
 
 
 @pytest.mark.parametrize(

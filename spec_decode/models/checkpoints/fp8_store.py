@@ -89,6 +89,16 @@ class Fp8Store(TensorStore):
             raise CheckpointError(f"{self._at(name)} has numbers too large for {out.dtype}. Load it as bfloat16.")
         return out
 
+    def take_into(self, name: str, out: torch.Tensor) -> None:
+        """As TensorStore.take_into; an FP8 weight is widened beside `out` first."""
+        if name in self._scales:
+            out.copy_(self.take(name, tuple(out.shape), out.dtype, out.device))
+        else:
+            super().take_into(name, out)
+
+    def _stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
+        return super()._stored(name, shape, DTYPE if name in self._scales else dtype)
+
     def take_fp8(self, name: str, shape: tuple[int, ...], device: torch.device) -> Fp8Weight | None:
         """As TensorStore.take_fp8."""
         if not self.keeps or name not in self._scales or self._scales[name].blocked:
@@ -106,7 +116,10 @@ class Fp8Store(TensorStore):
         scale = self.peek(self._scales[name].name).float()
         if not self._scales[name].blocked:
             scale = scale.flatten().expand(shape[0]).contiguous()
-        return values, scale.to(values.device, copy=True)
+        scale = scale.to(values.device, copy=True)
+        for each in self._beside(name):
+            self._close_finished(each)
+        return values, scale
 
     def _beside(self, name: str) -> set[str]:
         """Return the names of a weight's scales."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,10 +37,19 @@ _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "markov_w1.weight", "mar
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    names: frozenset[str]
-    read: Callable[[str], torch.Tensor]
+_MAPPED = 1 << 28
+"""Bytes read through one map of a file: its pages count as this process's memory until the map is closed."""
+
+
+class _Shard(Protocol):
+    """A file of tensors."""
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """The place of each tensor's bytes among all, by name."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor as stored, in a map of the file."""
 
 
 class TensorStore:
@@ -53,11 +63,14 @@ class TensorStore:
         self.folder, self.config = folder, ConfigReader(config, str(folder / "config.json"))
         self._files = files
         self._shards: dict[Path, _Shard] = {}
+        self._left: dict[Path, set[str]] = {}
         self._taken: set[str] = set()
         self._given: dict[str, torch.Tensor] = {}
         self._rows: int | None = None
         self.same_tokens = False
         """Whether the checkpoint is known to have its target's tokens, so that sizes differ in padding only."""
+        self.on_read: Callable[[int], None] | None = None
+        """Called with the bytes of each tensor that was taken."""
 
     @classmethod
     def open(cls, folder: Path) -> TensorStore:
@@ -66,7 +79,7 @@ class TensorStore:
         if weights.suffix == ".json":
             return cls(folder, config, read_index(weights))
         store = cls(folder, config, {})
-        store._files = dict.fromkeys(store._shard(weights).names, weights)
+        store._files = dict.fromkeys(store._shard(weights).places, weights)
         return store
 
     @property
@@ -78,6 +91,19 @@ class TensorStore:
     def names(self) -> frozenset[str]:
         """Return the names of all tensors."""
         return frozenset(self._files) | self._given.keys()
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all its files of weights."""
+        return sum(path.stat().st_size for path in set(self._files.values()))
+
+    def place(self, name: str) -> tuple[str, int]:
+        """Return a key that sorts tensors in the order in which they are stored; a tensor that is absent comes last."""
+        path = self._files.get(name)
+        shard = None if path is None else self._shard(path)
+        if path is None or shard is None or name not in shard.places:
+            return chr(sys.maxunicode), 0
+        return path.name, shard.places[name]
 
     def provide(self, name: str, tensor: torch.Tensor) -> None:
         """Let `take` return this tensor under a name that the checkpoint lacks."""
@@ -110,6 +136,21 @@ class TensorStore:
         Raises CheckpointError for another shape, for a dtype of another kind (integers, 8-bit floats and wider floats
         are not cast to one another), and for NaN and infinities.
         """
+        stored = self._stored(name, shape, dtype)
+        out = torch.empty(shape, dtype=dtype or stored.dtype, device=device)
+        self._copy(name, stored, out)
+        return out
+
+    def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Raise CheckpointError as `take` does, but for the tensor's values: they are not read."""
+        self._stored(name, shape, dtype)
+
+    def take_into(self, name: str, out: torch.Tensor) -> None:
+        """Copy one tensor into `out`, which has its shape. Raises as `take`."""
+        self._copy(name, self._stored(name, tuple(out.shape), out.dtype), out)
+
+    def _stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
+        """Return a tensor as it is stored, if it has this shape and can be cast to dtype."""
         stored = self._given[name] if name in self._given else self._fitted(name, self._read(name), shape)
         place = self._files.get(name, self.folder)
         if tuple(stored.shape) != shape:
@@ -122,17 +163,33 @@ class TensorStore:
                 f"{name} in {place} must be stored as {kind}, got {stored.dtype}; quantised checkpoints "
                 "are not supported. Use an unquantised one."
             )
+        return stored
+
+    def _copy(self, name: str, stored: torch.Tensor, out: torch.Tensor) -> None:
         # Copied: a mapped file would still be read, and could change, while the model runs.
-        cast = stored.to(device, dtype or stored.dtype, copy=True)
-        if not is_finite(cast):
+        out.copy_(stored)
+        place = self._files.get(name, self.folder)
+        if not is_finite(out):
             if is_finite(stored):
                 raise CheckpointError(
-                    f"{name} in {place} must fit in {cast.dtype}, got a value of "
+                    f"{name} in {place} must fit in {out.dtype}, got a value of "
                     f"{stored.abs().max():g}, which would become infinite. Load it as bfloat16."
                 )
             raise CheckpointError(f"{name} in {place} must hold finite numbers, got NaN or infinity. Restore the file.")
         self._taken.add(name)
-        return cast
+        self._close_finished(name)
+        if self.on_read is not None:
+            self.on_read(stored.nbytes)
+
+    def _close_finished(self, name: str) -> None:
+        """Close the file of a tensor if all of its tensors were taken."""
+        path = self._files.get(name)
+        if path is None or path not in self._shards:
+            return
+        left = self._left.setdefault(path, set(self._shards[path].places))
+        left.discard(name)
+        if not left:
+            del self._shards[path]
 
     def take_fp8(self, name: str, shape: tuple[int, ...], device: torch.device) -> Fp8Weight | None:
         """Return a weight [N, K] that products read as it is stored, in 8 bits; None for any other tensor. Raises
@@ -164,7 +221,7 @@ class TensorStore:
             )
         path = self._files[name]
         shard = self._shard(path)
-        if name not in shard.names:
+        if name not in shard.places:
             raise CheckpointError(
                 f"the index of {self.folder} maps {name} to {path.name}, which does not contain it. "
                 "Download the index and its shards again."
@@ -237,16 +294,37 @@ def _is_file(path: Path) -> bool:
 
 
 def _open_shard(path: Path) -> _Shard:
-    return _open_bin(path) if path.suffix == ".bin" else _open_safetensors(path)
+    return _open_bin(path) if path.suffix == ".bin" else _Safetensors(path)
 
 
-def _open_safetensors(path: Path) -> _Shard:
-    check_safetensors(path)
-    handle = safe_open(path, framework="pt")
-    return _Shard(frozenset(handle.keys()), handle.get_tensor)
+class _Safetensors:
+    """A file of safetensors, read through one map after another, so that only few of its pages are in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._mapped = path, 0
+        self._handle: Any = None
+        self.places = {name: place for place, name in enumerate(check_safetensors(path))}
+
+    def read(self, name: str) -> torch.Tensor:
+        if self._handle is None or self._mapped >= _MAPPED:
+            self._handle, self._mapped = safe_open(self._path, framework="pt"), 0
+        tensor: torch.Tensor = self._handle.get_tensor(name)
+        self._mapped += tensor.nbytes
+        return tensor
 
 
-def _open_bin(path: Path) -> _Shard:
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A PyTorch state."""
+
+    places: dict[str, int]
+    tensors: dict[str, torch.Tensor]
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
+def _open_bin(path: Path) -> _State:
     try:
         # Files older than the zip format cannot be mapped.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -261,7 +339,7 @@ def _open_bin(path: Path) -> _Shard:
         raise CheckpointError(
             f"{path} must hold a state_dict with names as keys, got the key {unnamed[0]!r:.80}. Save a state_dict."
         )
-    return _Shard(frozenset(state), state.__getitem__)
+    return _State({name: place for place, name in enumerate(state)}, state)
 
 
 def _is_plain(value: Any) -> bool:
@@ -283,6 +361,10 @@ class ScopedWeights:
         """Extend the prefix."""
         return replace(self, prefix=self.prefix + prefix)
 
+    def place(self, name: str) -> tuple[str, int]:
+        """As `TensorStore.place`."""
+        return self.store.place(self.prefix + name)
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""
         return self.prefix + name in self.store.names()
@@ -297,8 +379,17 @@ class ScopedWeights:
 
     def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> nn.Parameter:
         """Stack matrices [rows[i], columns] (or vectors [rows[i]]) along the rows, to run as one product."""
-        parts = [self.take(name, count, *columns) for name, count in zip(names, rows, strict=True)]
-        return frozen(parts[0] if len(parts) == 1 else torch.cat(parts))
+        # Before memory is allocated: sizes that only config.json has could be any.
+        self.check(names, rows, *columns)
+        stack = torch.empty((sum(rows), *columns), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, stack.split(list(rows)), strict=True):
+            self.store.take_into(self.prefix + name, part)
+        return frozen(stack)
+
+    def check(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> None:
+        """Raise CheckpointError for tensors that `stacked` cannot stack, without reading their values."""
+        for name, count in zip(names, rows, strict=True):
+            self.store.check(self.prefix + name, (count, *columns), self.dtype)
 
     def product(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> nn.Parameter | Fp8Weight:
         """As `stacked`, for the weight of a product: in 8 bits if all are stored so, or if `quantises`."""
@@ -355,6 +446,17 @@ class RandomStore(TensorStore):
         if name.endswith(("norm.weight", "layernorm.weight")):
             return torch.ones(shape, dtype=dtype, device=self._device)
         return torch.randn(shape, dtype=dtype, device=self._device).mul_(SPREAD)
+
+    def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Accept every tensor."""
+
+    def take_into(self, name: str, out: torch.Tensor) -> None:
+        """Draw a tensor as `take` does."""
+        out.copy_(self.take(name, tuple(out.shape), out.dtype))
+
+    def place(self, name: str) -> tuple[str, int]:
+        """Return a key that keeps tensors in order."""
+        return "", 0
 
     def take_flat(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return normal numbers."""

@@ -13,18 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from attn_backends.extras import install_hint
 from builders import AttentionSpec
 from spec_decode.model_api import AttentionInputs
 from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.hf import absent
 
 try:
     from transformers import AttentionInterface
 except ImportError as error:
-    raise ImportError(
-        f"a target from transformers needs that package, which cannot be imported: {error}. "
-        f"Run {install_hint('transformers')}."
-    ) from error
+    raise ImportError(absent(error)) from error
 
 ATTENTION_NAME = "attn_backends_paged"
 """The function's registered name. The library creates no masks for an attention without a mask function."""

@@ -19,6 +19,7 @@ from spec_decode.models.checkpoints.files import (
 )
 from spec_decode.models.checkpoints.folder_kind import read_config, refuse_quantised
 from spec_decode.models.checkpoints.store import check_weights
+from spec_decode.models.hf import absent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,8 +92,13 @@ def load_generation_config(folder: Path) -> Any:
 
 
 def check_model(folder: Path, *, narrow: bool = False) -> None:
-    """Raise CheckpointError for a folder that `load_model` rejects before it reads tensors. Call it before anything
-    else is loaded. narrow: do not reject FP8 and MXFP4 weights, which this library's layers read."""
+    """Raise CheckpointError for a folder that `load_model` rejects before it reads tensors, and without the library.
+    Call it before anything else is loaded. narrow: do not reject FP8 and MXFP4 weights, which this library's layers
+    read."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise CheckpointError(absent(error)) from error
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}. Pass the folder of a downloaded model.")
     config = read_config(folder)

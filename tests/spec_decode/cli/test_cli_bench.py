@@ -12,13 +12,18 @@ class Timings:
     """A stand-in for the bench: `calls` are how it was asked, the rest is what it finds."""
 
     def __init__(self):
-        self.calls, self.missing, self.stopped = [], [], []
+        self.calls, self.missing, self.stopped, self.env, self.floor = [], [], [], {}, None
 
     def __call__(self, *, device, cases, on_row, command):
         self.calls.append((cases, command))
-        bench = Bench(CPU, None, missing=self.missing, stopped=self.stopped)
+        bench = Bench(CPU, None, self.env, missing=self.missing, stopped=self.stopped)
         bench.rows.append(
-            {"case": "round", "backend": "k", "host_us": {"p20": 1.0, "p50": 12.3456, "p80": 20.0}, "floor_us": None}
+            {
+                "case": "round",
+                "backend": "k",
+                "host_us": {"p20": 1.0, "p50": 12.3456, "p80": 20.0},
+                "floor_us": self.floor,
+            }
         )
         on_row(bench)
         return bench
@@ -43,6 +48,13 @@ def test_bench_prints_table_and_writes_rows(timings, tmp_path, monkeypatch, run,
     assert (row["case"], row["host_us"]) == ("round", [1.0, 12.346, 20.0])
     assert counts == [int(count) for count in words[1:]]
     assert timings.calls == [(("round",), " ".join(("attn-backends bench round --device cpu", *words)))]
+
+
+def test_floor_is_printed_with_the_rate_behind_it(timings, run):
+    timings.env, said = {"copy_bytes_per_us": 2_900_000}, "at the 2.90 TB/s that a copy read and wrote together"
+    assert said not in " ".join(run("bench", "--device", "cpu").output.split())
+    timings.floor = 7.0
+    assert said in " ".join(run("bench", "--device", "cpu").output.split())
 
 
 def test_bench_notes_missing_rows_and_fails_for_stopped(timings, tmp_path, run):

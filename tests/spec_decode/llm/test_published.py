@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from spec_decode.cli.main import main
 from spec_decode.llm import LLM, SamplingParams
 from spec_decode.llm.pair import Pair
 from spec_decode.models import CheckpointError
-from spec_decode.models.causal_lm import CausalDraft
+from spec_decode.models.causal_lm import CausalDraft, load_target
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.load import load_draft
 from tests.factories import CPU
@@ -32,6 +34,11 @@ from spec_decode.llm.load import load_published_pair  # noqa: E402
 
 WORDS = ["<end>", "<turn>", "the", "cat", "sat"]
 TEMPLATE = "{% for m in messages %}<turn> {{ m.content }}{% endfor %}{% if add_generation_prompt %} <turn>{% endif %}"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def write_model(folder: Path, *, max_shard_size: str = "1GB", **changes: Any) -> None:
@@ -345,12 +352,57 @@ def test_tied_head_is_quantised_without_its_embedding(folders: tuple[Path, Path]
 def test_missing_transformers_names_package_to_install(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("hf.attention", "hf.target"):
-        monkeypatch.delitem(sys.modules, f"spec_decode.models.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
 
     with pytest.raises(CheckpointError, match=r"Run pip install '\.\[transformers\]' in a checkout"):
         load(folders)
+
+
+def test_served_target_does_without_models_of_transformers(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "spec_decode.models.hf.target", None)
+    assert load(folders).target_runs == "on this library's layers"
+    with pytest.raises(ImportError):
+        load_published_pair(*folders, dtype=torch.float32, device=CPU, runs_in="transformers")
+
+
+def test_target_is_read_in_the_order_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which layer 10 precedes layer 2, and a layer's norms precede its products."""
+    write_model(tmp_path, num_hidden_layers=12, max_shard_size="30KB")
+    store, places = TensorStore.open(tmp_path), list[tuple[str, int]]()
+    stacked = ScopedWeights.stacked
+
+    def recorded(weights: ScopedWeights, names: Sequence[str], *sizes: Any) -> torch.nn.Parameter:
+        places.append(min(map(weights.place, names)))
+        return stacked(weights, names, *sizes)
+
+    monkeypatch.setattr(ScopedWeights, "stacked", recorded)
+    target = load_target(store, dtype=torch.float32, device=CPU)
+    assert places == sorted(places) and len(places) == len([*target.parameters()])
+    assert len({file for file, _ in places}) > 2
+
+
+def test_misfit_is_found_before_any_tensor_is_read(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((folders[0] / "config.json").read_text())
+    (folders[0] / "config.json").write_text(json.dumps({**config, "intermediate_size": 17}))
+    monkeypatch.setattr(TensorStore, "_copy", None)
+    with pytest.raises(CheckpointError, match=r"gate_proj\.weight in .* must be \[17, 32\], got \[16, 32\]"):
+        load((folders[0], None))
+
+
+def test_large_target_shows_progress_on_terminal(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(stderr: io.StringIO, **options: bool) -> str:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        LLM(folders[0], device="cpu", **options)
+        return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", stderr.getvalue())
+
+    assert not shown(Terminal())
+    monkeypatch.setattr("spec_decode.llm.progress._LARGE", 1)
+    size = (folders[0] / "model.safetensors").stat().st_size
+    output = shown(Terminal())
+    assert "loading" in output and f"{size / 1e3:.1f}/{size / 1e3:.1f} kB" in output and "/s" in output
+    assert not shown(Terminal(), progress=False) and not shown(io.StringIO())
 
 
 def test_the_command_line_drafts_with_published_folders(folders: tuple[Path, Path]) -> None:

@@ -1,10 +1,17 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from benchmarks.random_model import timed_load
 from spec_decode.models import CheckpointError
-from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.checkpoints import store as stores
+from spec_decode.models.checkpoints.files import is_finite
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
+from spec_decode.testing.memory import read
+from tests.factories import CPU
 from tests.spec_decode.models.generated import FORMS, Generated, make_eagle, save
 
 CHECKPOINT = make_eagle(fc_bias=True)
@@ -169,3 +176,75 @@ def test_a_state_without_names_is_refused(tmp_path):
         CheckpointError, match=r"pytorch_model\.bin must hold a state_dict with names as keys, got the key 0"
     ):
         TensorStore.open(tmp_path)
+
+
+def mapped(path):
+    """Whether the file is mapped into this process."""
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_file_is_closed_after_its_last_tensor(tmp_path, form):
+    store, told = TensorStore.open(CHECKPOINT.write(tmp_path, form)), []
+    store.on_read = told.append
+    shards = sorted(path for path in tmp_path.iterdir() if path.suffix in (".safetensors", ".bin"))
+    seen = []
+    for name, tensor in sorted(CHECKPOINT.tensors.items(), key=lambda named: store.place(named[0])):
+        store.take(name, tuple(tensor.shape))
+        seen.append([mapped(shard) for shard in shards])
+    assert not any(seen[-1]) and len({tuple(each) for each in seen}) == len(shards) + 1
+    assert told and sum(told) == sum(tensor.nbytes for tensor in CHECKPOINT.tensors.values()) < store.num_bytes
+    # A further read opens it again.
+    assert torch.equal(store.take("fc.bias", (32,)), CHECKPOINT.tensors["fc.bias"])
+    assert not any(map(mapped, shards))
+
+
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_places_follow_the_bytes_of_each_file(tmp_path, form):
+    store = TensorStore.open(CHECKPOINT.write(tmp_path, form))
+    in_order = []
+    for path in sorted(tmp_path.glob("*.safetensors")):
+        length = int.from_bytes(path.read_bytes()[:8], "little")
+        header = json.loads(path.read_bytes()[8 : 8 + length])
+        in_order += sorted(header.keys() - {"__metadata__"}, key=lambda name: header[name]["data_offsets"])
+    assert sorted(sorted(in_order), key=store.place) == in_order
+    assert store.place("absent") > max(map(store.place, in_order))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_stacking_holds_each_number_once(tmp_path, stored, monkeypatch):
+    """Besides the stack, one tensor of the file at a time; and a sum of 16-bit numbers makes no copy of them."""
+    monkeypatch.setattr(stores, "_MAPPED", 1 << 20)
+    rows, names = [2048] * 4, "abcd"
+    parts = {name: torch.full((2048, 4096), float(index), dtype=stored) for index, name in enumerate(names)}
+    store = store_of(tmp_path, **parts)
+    weights, stacked = ScopedWeights(store, "", stored, CPU), []
+
+    def load():
+        stacked.append(weights.stacked(names, rows, 4096))
+        return nn.Identity()
+
+    before = read(CPU).resident
+    _, found = timed_load(load, CPU)
+    size = parts["a"].nbytes
+    assert torch.equal(stacked[0], torch.cat([*parts.values()]))
+    if found.host_peak is not None:
+        assert found.host_peak - before < (4 + 1 + 0.5) * size
+
+
+def test_misshapen_part_of_a_stack_is_found_before_memory_is_taken(tmp_path, monkeypatch):
+    store = store_of(tmp_path, a=torch.ones(2, 4), b=torch.ones(3, 4))
+    monkeypatch.setattr(torch, "empty", None)
+    message = refusal(lambda: ScopedWeights(store, "", torch.float32, CPU).stacked("ab", [2, 1 << 40], 4))
+    assert "b in " in message and "must be [1099511627776, 4], got [3, 4]" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_is_found(dtype, value):
+    numbers = torch.full((300, 70), torch.finfo(dtype).max / 2, dtype=dtype)
+    assert is_finite(numbers) and is_finite(numbers[:0]) and is_finite(torch.ones(3, dtype=torch.int8))
+    for row, column in ((0, 0), (299, 69), (150, 33)):
+        changed = numbers.clone()
+        changed[row, column] = value
+        assert not is_finite(changed) and not is_finite(changed.T)
