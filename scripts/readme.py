@@ -35,10 +35,8 @@ STRATEGIES, LLM_PAGE, ENGINE = (Path(f"docs/guide/{page}.md") for page in ("stra
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, LATENTS, PAIR = "h100/vllm.json", "h100/vllm-latents.json", "h100/vllm-pair.json"
 """Reports of vLLM: of all drafts on one GPU but those over 128 heads of latents, of these, and on two GPUs."""
-ENGINE_SPEEDS = "h200/bench-throughput.json"
-"""Report of our engine's tokens per second."""
-ENGINES = "h100/engines.json"
-"""Report of vLLM beside `LLM`; until there is one, our engine's row is from ENGINE_SPEEDS."""
+ENGINES = "h200/engines.json"
+"""Report of vLLM beside `LLM`."""
 ROUNDS, TREES = "h100/bench-drafter.json", "h200/bench-trees.json"
 """Reports of draft rounds, and of trees of a block."""
 COMPILED = tuple(
@@ -64,8 +62,6 @@ COMPARED = {
     "without a draft, weights in 8 bits": {"steps": 0, "weights": True},
 }
 """Settings of whole engines that are compared, by how the table names them."""
-SPECULATION = "throughput/speculation"
-"""The throughput rows of our engine with and without a draft."""
 OWN_TOKENS = ("graph.planned_steps_have_their_tokens", "base-round")
 """The check and case that show whether a draft step attends to the tokens drafted earlier in its round."""
 NO_DRAFT, THEIRS, OURS, IN_PLACE = "", REBUILT, GROUPED.ours[0], BASE
@@ -117,7 +113,7 @@ def contents(root: Path) -> dict[Path, str]:
             "vllm ratios on two GPUs": vllm_tables.ratios([pair], num_gpus=2),
         },
         VLLM_FIGURES: {
-            "work of the readme": work(vllm, _load(root, ENGINE_SPEEDS), _engines(root)),
+            "work of the readme": work(vllm, _load(root, ENGINES)),
             "vllm figures": "\n\n".join(
                 vllm_tables.figures(report, name) for report, name in ((vllm, VLLM), (latents, LATENTS), (pair, PAIR))
             ),
@@ -233,21 +229,8 @@ def speeds(root: Path) -> str:
 
 
 def engine_rows(root: Path) -> list[list[str]]:
-    """Build the rows of whole engines: `LLM` of a folder with vLLM as its baseline, or without a report of both, our
-    engine with a draft and without."""
-    sizes = " / ".join(map(str, SIZES))
-    if (report := _engines(root)) is None:
-        engine = _load(root, ENGINE_SPEEDS)
-        by_drafts = engine_speeds(engine)
-        plain, drafted = min(by_drafts), max(by_drafts)
-        return [
-            [
-                f"Tokens/s in our engine, {sizes} requests",
-                f"{_pair(by_drafts[plain])} (no draft)",
-                f"{_pair(by_drafts[drafted])} ({drafted} draft tokens)",
-                _source(engine, "attn-backends bench throughput"),
-            ]
-        ]
+    """Build the rows of whole engines: `LLM` of a folder with vLLM as its baseline."""
+    sizes, report = " / ".join(map(str, SIZES)), _load(root, ENGINES)
     rows, source = [], _source(report, "scripts/vllm_figures.py --engines")
     for label, settings in COMPARED.items():
         alike = [each for each in report["arms"] if each["rows"] and settings.items() <= each["arm"].items()]
@@ -264,35 +247,25 @@ def engine_rows(root: Path) -> list[list[str]]:
     return rows
 
 
-def _engines(root: Path) -> dict[str, Any] | None:
-    return _load(root, ENGINES) if (root / "reports" / ENGINES).exists() else None
-
-
 def _fastest(arms: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Return by requests the speed of the fastest of several arms: vLLM's further options help at some sizes only."""
     rows = [row for arm in arms for row in arm["rows"]]
     return {size: max(median(row["tokens_per_s"]) for row in rows if row["requests"] == size) for size in SIZES}
 
 
-def work(vllm: Mapping[str, Any], engine: Mapping[str, Any], engines: Mapping[str, Any] | None = None) -> str:
-    """Describe what the README's speeds were measured on. engines: the report of whole engines, if there is one."""
+def work(vllm: Mapping[str, Any], engines: Mapping[str, Any]) -> str:
+    """Describe what the README's speeds were measured on. engines: the report of whole engines."""
     kept = [f"{kept:g} of {steps}" for steps, kept in (_round(vllm, *of) for _, of, *_ in IN_VLLM)]
-    accepted = [row["accepted"] for row in engine["rows"] if row["case"] == SPECULATION and "accepted" in row]
     plain, size = vllm_arms(vllm, *EAGLE)[NO_DRAFT], SIZES[-1]
-    in_engine = f"{min(accepted):.1f} to {max(accepted):.1f} of {max(engine_speeds(engine))} in our engine"
-    compared = ""
-    if engines is not None:
-        arm = next(each["arm"] for each in engines["arms"] if each["arm"]["steps"])
-        in_engine = f"{arm['kept']:g} of {arm['steps']} where vLLM and `LLM` are compared"
-        compared = (
-            " `LLM` loads the Llama from a folder, and both engines have their defaults, whole requests of about 512 "
-            "tokens of prompt and 256 new ones. Of vLLM's options for drafts in 8 bits the faster is shown."
-        )
+    arm = next(each["arm"] for each in engines["arms"] if each["arm"]["steps"])
+    compared = f"{arm['kept']:g} of {arm['steps']} where vLLM and `LLM` are compared"
     return (
         "The README's table of vLLM has an 8B Llama with EAGLE, an 8B Qwen3 with DFlash and DFlash2, and, for MTP, "
         "four layers of DeepSeek-V3 as one of eight GPUs holds them (16 of 128 heads), not compiled. All weights are "
         "random, so a target would reject almost every draft token. We therefore made the verifier accept a fixed "
-        f"mean number of draft tokens per round: {', '.join(kept)} in vLLM, {in_engine}.{compared} Without a draft, "
+        f"mean number of draft tokens per round: {', '.join(kept)} in vLLM, {compared}. `LLM` loads the Llama from a "
+        "folder, and both engines have their defaults, whole requests of about 512 tokens of prompt and 256 new ones. "
+        "Of vLLM's options for drafts in 8 bits the fastest that was measured is shown. Without a draft, "
         f"vLLM generates {_pair(plain)} tokens/s with the Llama and {' / '.join(map(str, SIZES))} concurrent "
         f"requests. MTP with one request is host-bound; read the number for {size} requests "
         "([why](vllm.md#how-much-faster))."
@@ -317,15 +290,6 @@ def _timed_arms(report: Mapping[str, Any], kind: str, size: str, compiled: bool)
         and arm["rows"]
         and arm["rows"][0]["tokens_per_s"]
     ]
-
-
-def engine_speeds(report: Mapping[str, Any]) -> dict[int, dict[int, float]]:
-    """Return our engine's output tokens per second, by draft tokens per round (0: no draft) and by requests."""
-    speeds: dict[int, dict[int, float]] = {}
-    for row in report["rows"]:
-        if row["case"] == SPECULATION:
-            speeds.setdefault(row["num_speculative_tokens"], {})[row["num_reqs"]] = row["tokens_per_second"]
-    return speeds
 
 
 def in_place_claims(root: Path) -> list[Report]:

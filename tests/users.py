@@ -13,5 +13,5 @@ USERS = {
     "drafter": ("import spec_decode.drafter", 11_800),
     "kit": ("import spec_decode.conformance", 19_700),
     "check": (CHECK, 19_700),
-    "LLM": ("import spec_decode.llm", 27_000),
+    "LLM": ("import spec_decode.llm", 28_500),
 }

@@ -107,12 +107,7 @@ class LLM:
         BatchError for settings that do not fit the models, StrategyError for a strategy that the backend cannot run,
         and TypeError for an unknown setting.
         """
-        if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
-            known = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "settings")]
-            known += Settings.__annotations__
-            raise TypeError(
-                f"LLM has no setting {unknown[0]!r}.{did_you_mean(unknown[0], known)} Settings are {', '.join(known)}."
-            )
+        _require_known(settings)
         _require_names(backend=backend, draft_backend=draft_backend)
         require(
             (runs_in := settings.get("target")) in (None, "transformers"),
@@ -407,6 +402,15 @@ def _block(draft: DraftModel | None, num_tokens: int) -> list[str]:
         f"draft was trained on blocks of block_size {draft.block_size}, {trained} tokens a round; a round drafts "
         f"{num_tokens}{rest}"
     ]
+
+
+def _require_known(settings: Mapping[str, object]) -> None:
+    if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
+        known = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "settings")]
+        known += Settings.__annotations__
+        raise TypeError(
+            f"LLM has no setting {unknown[0]!r}.{did_you_mean(unknown[0], known)} Settings are {', '.join(known)}."
+        )
 
 
 def _require_names(**backends: object) -> None:

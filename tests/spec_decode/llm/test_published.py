@@ -6,7 +6,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -371,13 +371,14 @@ def test_target_is_read_in_the_order_of_its_files(tmp_path: Path, monkeypatch: p
     """In which layer 10 precedes layer 2, and a layer's norms precede its products."""
     write_model(tmp_path, num_hidden_layers=12, max_shard_size="30KB")
     store, places = TensorStore.open(tmp_path), list[tuple[str, int]]()
-    stacked = ScopedWeights.stacked
+    for name in ("stacked", "parameter"):
+        read = getattr(ScopedWeights, name)
 
-    def recorded(weights: ScopedWeights, names: Sequence[str], *sizes: Any) -> torch.nn.Parameter:
-        places.append(min(map(weights.place, names)))
-        return stacked(weights, names, *sizes)
+        def recorded(weights: ScopedWeights, names: Any, *sizes: Any, read: Any = read, **options: Any) -> Any:
+            places.append(min(map(weights.place, [names] if isinstance(names, str) else names)))
+            return read(weights, names, *sizes, **options)
 
-    monkeypatch.setattr(ScopedWeights, "stacked", recorded)
+        monkeypatch.setattr(ScopedWeights, name, recorded)
     target = load_target(store, dtype=torch.float32, device=CPU)
     assert places == sorted(places) and len(places) == len([*target.parameters()])
     assert len({file for file, _ in places}) > 2
