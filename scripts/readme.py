@@ -37,6 +37,8 @@ VLLM, LATENTS, PAIR = "h100/vllm.json", "h100/vllm-latents.json", "h100/vllm-pai
 """Reports of vLLM: of all drafts on one GPU but those over 128 heads of latents, of these, and on two GPUs."""
 ENGINES = "h200/engines.json"
 """Report of vLLM beside `LLM`."""
+ON_CPU = "cpu/bench-cpu.json"
+"""Report of SmolLM2 on a CPU."""
 ROUNDS, TREES = "h100/bench-drafter.json", "h200/bench-trees.json"
 """Reports of draft rounds, and of trees of a block."""
 COMPILED = tuple(
@@ -103,7 +105,10 @@ def contents(root: Path) -> dict[Path, str]:
             "strategy times": strategy_times.table(_load(root, ROUNDS)),
             "compiled times": strategy_times.compiled_table([_load(root, name) for name in COMPILED]),
         },
-        LLM_PAGE: {"fp8 times": strategy_times.fp8_table(_load(root, ROUNDS))},
+        LLM_PAGE: {
+            "fp8 times": strategy_times.fp8_table(_load(root, ROUNDS)),
+            "cpu times": strategy_times.cpu_table(_load(root, ON_CPU)),
+        },
         ENGINE: {"block trees": strategy_times.tree_table(_load(root, TREES))},
         VLLM_PAGE: {
             "vllm ratios": vllm_tables.ratios(on_one_gpu),
@@ -114,6 +119,7 @@ def contents(root: Path) -> dict[Path, str]:
         },
         VLLM_FIGURES: {
             "work of the readme": work(vllm, _load(root, ENGINES)),
+            "whole engines": vllm_tables.engines(_load(root, ENGINES)),
             "vllm figures": "\n\n".join(
                 vllm_tables.figures(report, name) for report, name in ((vllm, VLLM), (latents, LATENTS), (pair, PAIR))
             ),

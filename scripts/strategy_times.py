@@ -1,8 +1,8 @@
-"""Build tables of draft times for the guide's pages: strategies, fp8 weights and trees."""
+"""Build tables of times for the guide's pages: strategies, fp8 weights, trees, and SmolLM2 on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from scripts.markdown_table import markdown_table
@@ -57,6 +57,34 @@ def fp8_table(report: dict[str, Any]) -> str:
     return (
         f"GPU time of a greedy round with {_K} draft tokens on `{_BACKEND}`, {env['device']}, {env['date'][:10]}. "
         f"Times are medians in microseconds.\n\n{markdown_table(['draft', 'weights', *numbers], rows, numbers)}"
+    )
+
+
+def cpu_table(report: dict[str, Any]) -> str:
+    """Build the table of SmolLM2 on a CPU: `LLM` beside `transformers`. Raises KeyError if the report lacks a row."""
+    found = {
+        (row["case"].rpartition("/")[2], row["backend"], row["num_speculative_tokens"]): row for row in report["rows"]
+    }
+    columns = {"`LLM`": (_BACKEND, 0), "`LLM`, with its draft": (_BACKEND, 4), "`transformers`": ("transformers", 0)}
+
+    def cells(part: str, show: Callable[[Mapping[str, Any]], str]) -> list[str]:
+        keys = [(part, *of) for of in columns.values()]
+        return [show(found[key]) if key in found else "–" for key in keys]
+
+    def seconds(row: Mapping[str, Any]) -> float:
+        return float(row["wall_us"][1]) / 1e6
+
+    context, new = (found[part, _BACKEND, 0][size] for part, size in (("prompt", "context"), ("decode", "new_tokens")))
+    rows = [
+        ["loading, s", *cells("load", lambda row: f"{seconds(row):.1f}")],
+        [f"prompt of {context:,} tokens, tokens/s", *cells("prompt", lambda row: f"{context / seconds(row):,.0f}")],
+        [f"{new} new tokens, tokens/s", *cells("decode", lambda row: f"{new / seconds(row):.1f}")],
+        ["memory, GB", *cells("memory", lambda row: f"{row['resident_bytes'] / 1e9:.2f}")],
+    ]
+    env = report["env"]
+    return (
+        f"SmolLM2-135M in fp32, {env['device']}, {env['date'][:10]}, `attn-backends bench cpu`. Times are medians.\n\n"
+        f"{markdown_table(['', *columns], rows, list(columns))}"
     )
 
 

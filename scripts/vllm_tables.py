@@ -45,6 +45,26 @@ def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
     return _pairs(reports, num_gpus, _speeds, _ratio)
 
 
+def engines(report: dict[str, Any]) -> str:
+    """Build a table of whole engines, vLLM and `LLM`, by their settings. The first number of a cell is of whole
+    requests, the second of decoding alone."""
+    sizes = [row["requests"] for row in report["arms"][0]["rows"]]
+    rows = []
+    for found in report["arms"]:
+        arm, speeds = found["arm"], {row["requests"]: row for row in found["rows"]}
+        model = "EAGLE" if arm["steps"] else "no draft"
+        options = {"draft in 8 bits": "draft_weights", "target in 8 bits": "weights", "local argmax": "local_argmax"}
+        settings = ", ".join([model, *(name for name, field in options.items() if arm[field])])
+        each = [
+            " / ".join(f"{median(speeds[size][kind]):,.0f}" for kind in ("tokens_per_s", "decode_tokens_per_s"))
+            for size in sizes
+        ]
+        engine = f"vLLM {found['vllm']}" if "vllm" in found else "`LLM`"
+        rows.append([settings, engine, *each, f"{median(found['prefill']['tokens_per_s']):,.0f}"])
+    numbers = [*(f"{size} req." for size in sizes), "prompts"]
+    return f"{source(report)}.\n\n{markdown_table(['settings', 'engine', *numbers], rows, numbers)}"
+
+
 def draft_times(reports: Sequence[dict[str, Any]]) -> str:
     """Return the GPU's median microseconds for a draft, vLLM's / ours."""
     return _pairs(reports, 1, _gpu_us, lambda ours, theirs: f"{median(theirs):,.0f} / {median(ours):,.0f}")
