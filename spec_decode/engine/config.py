@@ -140,7 +140,8 @@ def _check_positions(config: EngineConfig, name: str, positions: int, draft: Dra
     """Raise BatchError if a text and the draft tokens after it can exceed a model's positions."""
     slots = draft_slots(config, draft)
     most = positions - 1 - slots
-    fits = f"a max_model_len of at most {most}" if most >= 2 else "fewer num_speculative_tokens"
+    shorter = "fewer num_speculative_tokens" if slots else "a model with more positions"
+    fits = f"a max_model_len of at most {most}" if most >= 2 else shorter
     require(
         config.max_model_len <= most,
         f"max_model_len is {config.max_model_len}, and a round writes {slots} draft tokens beyond it; the {name} has "

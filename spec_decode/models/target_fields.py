@@ -148,7 +148,7 @@ def unserved(store: TensorStore) -> str | None:
     tensors = _MXFP4_TENSORS if narrow else _TENSORS
     read, fixed = read_fields(family), _FIXED | _ALSO_FIXED.get(family, {})
     for name, value in fields.items():
-        if name in read or name in _NO_EFFECT or (narrow and name == FIELD):
+        if name in read or name in _NO_EFFECT or (name == FIELD and (narrow or value is None)):
             continue
         if name not in fixed:
             return f"config.json has {name:.80}, which our layers do not know"

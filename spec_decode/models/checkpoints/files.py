@@ -92,6 +92,11 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(least.isfinite() & largest.isfinite())
 
 
+def wider(dtype: torch.dtype) -> str:
+    """Return what to do about numbers too large for a dtype. No dtype of models has a larger range than bfloat16."""
+    return "Load it as bfloat16." if dtype == torch.float16 else "Restore the file."
+
+
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values := dict(pairs)) < len(pairs):
         duplicates = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]

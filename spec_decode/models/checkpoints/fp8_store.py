@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.files import CheckpointError, is_finite
+from spec_decode.models.checkpoints.files import CheckpointError, is_finite, wider
 from spec_decode.models.checkpoints.folder_kind import read_config
 from spec_decode.models.checkpoints.fp8_layout import FIELD, Fp8Layout, read_fp8_layout
 from spec_decode.models.checkpoints.store import TensorStore
@@ -86,7 +86,7 @@ class Fp8Store(TensorStore):
         else:
             out = Fp8Weight(values, scale).widened(dtype or torch.float32)
         if not is_finite(out):
-            raise CheckpointError(f"{self._at(name)} has numbers too large for {out.dtype}. Load it as bfloat16.")
+            raise CheckpointError(f"{self._at(name)} has numbers too large for {out.dtype}. {wider(out.dtype)}")
         return out
 
     def take_into(self, name: str, out: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.models.checkpoints.files import CheckpointError, is_finite
+from spec_decode.models.checkpoints.files import CheckpointError, is_finite, wider
 from spec_decode.models.checkpoints.store import ScopedWeights
 
 _BLOCK = 32
@@ -39,9 +39,9 @@ def take_blocks(weights: ScopedWeights, name: str, *shape: int) -> tuple[torch.T
     return blocks, scales
 
 
-def widened(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def widened(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:
     """Return the weight [E, N, K] in a wider dtype, one expert at a time, exactly but for numbers that the dtype cannot
-    hold. Raises CheckpointError for numbers too large for it."""
+    hold. Raises CheckpointError, which names the place of the weight, for numbers too large for it."""
     table = torch.tensor((*_MAGNITUDES, *(-size for size in _MAGNITUDES)), device=blocks.device)
     out = torch.empty(*blocks.shape[:2], blocks.shape[2] * _BLOCK, dtype=dtype, device=blocks.device)
     for weight, packed, scale in zip(out, blocks, scales.int(), strict=True):
@@ -50,5 +50,5 @@ def widened(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
         powers = torch.where(scale == 0, 1 << 22, scale << 23).view(torch.float32)
         weight.copy_((table[codes] * powers[..., None]).flatten(-2))
     if not is_finite(out):
-        raise CheckpointError(f"MXFP4 weights have numbers too large for {dtype}. Load the model as bfloat16.")
+        raise CheckpointError(f"{place} has numbers too large for {dtype}. {wider(dtype)}")
     return out

@@ -22,6 +22,7 @@ from spec_decode.models.checkpoints.files import (
     read_object,
     shortened,
     unreadable,
+    wider,
 )
 from spec_decode.models.checkpoints.folder_kind import read_config
 from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight, joined_rows
@@ -160,8 +161,8 @@ class TensorStore:
             )
         if dtype is not None and (kind := _kind(dtype)) != _kind(stored.dtype):
             raise CheckpointError(
-                f"{name} in {place} must be stored as {kind}, got {stored.dtype}; quantised checkpoints "
-                "are not supported. Use an unquantised one."
+                f"{name} in {place} must be stored as {kind}, got {stored.dtype}. "
+                "Use weights and config.json from the same model, or a bf16 copy."
             )
         return stored
 
@@ -173,7 +174,7 @@ class TensorStore:
             if is_finite(stored):
                 raise CheckpointError(
                     f"{name} in {place} must fit in {out.dtype}, got a value of "
-                    f"{stored.abs().max():g}, which would become infinite. Load it as bfloat16."
+                    f"{stored.abs().max():g}, which would become infinite. {wider(out.dtype)}"
                 )
             raise CheckpointError(f"{name} in {place} must hold finite numbers, got NaN or infinity. Restore the file.")
         self._taken.add(name)
@@ -252,9 +253,10 @@ def weights_file(folder: Path) -> Path:
     """Return the first of WEIGHTS that exists in the folder. Raises CheckpointError if there is none."""
     found = next((path for name in WEIGHTS if (path := folder / name).is_file()), None)
     if found is None:
-        raise CheckpointError(
-            f"{folder} has no weights ({', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}). Complete the download."
-        )
+        lacks = f"{folder} has no weights ({', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]})"
+        if files := sorted(folder.glob("*.gguf")):
+            raise CheckpointError(f"{lacks}, only {files[0].name}; GGUF is not read. Use the same model in bf16.")
+        raise CheckpointError(f"{lacks}. Complete the download.")
     return found
 
 

@@ -54,13 +54,14 @@ def _read_gate_up(weights: ScopedWeights, count: int, rows: int, columns: int) -
         return _gate_first(weights.take("gate_up_proj", count, columns, rows).mT)
     # Ordered before they are widened, while they are small.
     blocks, scales = map(_gate_first, take_blocks(weights, "gate_up_proj", count, rows, columns))
-    return widened(blocks, scales, weights.dtype)
+    return widened(blocks, scales, weights.dtype, f"{weights.prefix}gate_up_proj in {weights.store.folder}")
 
 
 def _read_down(weights: ScopedWeights, count: int, rows: int, columns: int) -> torch.Tensor:
     if not weights.has("down_proj_blocks"):
         return weights.take("down_proj", count, columns, rows).mT.contiguous()
-    return widened(*take_blocks(weights, "down_proj", count, rows, columns), weights.dtype)
+    parts = take_blocks(weights, "down_proj", count, rows, columns)
+    return widened(*parts, weights.dtype, f"{weights.prefix}down_proj in {weights.store.folder}")
 
 
 def _gate_first(rows: torch.Tensor) -> torch.Tensor:

@@ -87,6 +87,12 @@ def test_models_that_do_not_fit_are_rejected(draft, options, message):
         make_engine((PAIR[0], make_pair(make_config(**draft))[1]), **options)
 
 
+def test_a_target_without_room_for_a_text_is_rejected():
+    target, _ = make_pair(make_config(max_positions=2))
+    with pytest.raises(BatchError, match=r"the target has 2 positions\. Pass a model with more positions"):
+        make_engine((target, None), steps=0, max_model_len=2)
+
+
 def test_speculation_needs_draft_and_backends():
     with pytest.raises(BatchError, match="num_speculative_tokens is 3, but there is no draft model"):
         make_engine((PAIR[0], None))

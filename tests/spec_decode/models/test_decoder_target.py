@@ -463,6 +463,7 @@ def test_one_rotary_embedding_for_all_layers_is_left_to_transformers(kind: str, 
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-3.1": ("llama-3", {"bos_token_id": 1, "eos_token_id": [2, 3], "torch_dtype": "bfloat16"}),
+    "a fine-tuned Llama": ("llama-3", {"quantization_config": None}),
     "SmolLM2": ("smollm2", {"_model_name_or_path": "x", "unk_token_id": 0, "is_llama_config": True,
                             "rope_interleaved": False, "pretraining_tp": 1, "transformers.js_config": {}}),
     "Mistral-7B": ("mistral-window", {"_name_or_path": "x", "torch_dtype": "bfloat16"}),

@@ -221,7 +221,13 @@ def test_other_formats_are_left_to_other_readers(tmp_path: Path) -> None:
     assert load_file(tmp_path / "model.safetensors")[NAME].dtype == FP8
 
 
-def test_numbers_too_large_for_fp16_are_rejected(tmp_path: Path) -> None:
-    write_fp8(tmp_path, "llama-3", "blocks", put(f"{NAME}_scale_inv", lambda scale: scale * 1e6))
-    with pytest.raises(CheckpointError, match=r"has numbers too large for torch.float16. Load it as bfloat16"):
-        load(tmp_path, dtype=torch.float16)
+@pytest.mark.parametrize(
+    ("dtype", "scale", "remedy"),
+    [(torch.float16, 1e6, "Load it as bfloat16"), (torch.float32, 3e38, "Restore"), (torch.bfloat16, 3e38, "Restore")],
+)
+def test_numbers_too_large_for_a_dtype_are_rejected(
+    dtype: torch.dtype, scale: float, remedy: str, tmp_path: Path
+) -> None:
+    write_fp8(tmp_path, "llama-3", "blocks", put(f"{NAME}_scale_inv", lambda stored: torch.full_like(stored, scale)))
+    with pytest.raises(CheckpointError, match=rf"has numbers too large for {dtype}. {remedy}"):
+        load(tmp_path, dtype=dtype)

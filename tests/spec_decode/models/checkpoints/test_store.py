@@ -96,6 +96,8 @@ def test_folder_without_weights_lists_accepted_files(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     message = refusal(lambda: TensorStore.open(tmp_path))
     assert f"{tmp_path} has no weights (" in message and all(form in message for form in FORMS)
+    (tmp_path / "model-q4.gguf").touch()
+    assert "only model-q4.gguf; GGUF is not read" in refusal(lambda: TensorStore.open(tmp_path))
 
 
 @pytest.mark.parametrize("form", FORMS[1::2])
