@@ -69,8 +69,16 @@ def wrap(layers: dict[int, nn.Module]) -> None:
     Raises UnservedModel for a layer whose own forward computes something else than the recurrence that would be served.
     """
     for index, layer in layers.items():
-        spec = _spec(layer)
-        _probe(index, layer, spec)
+        try:
+            spec = _spec(layer)
+            problem = _difference(index, layer, spec)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # a release with other parts
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise UnservedModel(
+                f"layer {index} ({type(layer).__name__}) of the installed transformers does not compute the gated "
+                f"delta rule that this library serves: {problem}. Use another version of transformers."
+            )
         layer.forward = partial(_forward, layer, partial(_served, index, spec))
 
 
@@ -103,8 +111,8 @@ def _forward(layer: Any, recur: Callable[[StateInputs], Tensor], hidden_states: 
 
 
 @torch.no_grad()
-def _probe(index: int, layer: Any, spec: StateSpec) -> None:
-    """Compare with the layer's own forward, over a text from its beginning."""
+def _difference(index: int, layer: Any, spec: StateSpec) -> str:
+    """Return how the layer's own forward differs, over a text from its beginning; empty if it does not."""
     backend, device = get_state("torch_state"), layer.conv1d.weight.device
     shape = (1, _PROBE_TOKENS, layer.hidden_size)
     hidden = torch.randn(shape, generator=torch.Generator().manual_seed(index)).to(device, spec.dtype)
@@ -122,9 +130,5 @@ def _probe(index: int, layer: Any, spec: StateSpec) -> None:
     own = type(layer).forward(layer, hidden)  # its own: another target may have wrapped it
     # Wide enough for the rounding of another order of sums.
     allowed = (1e-3 if spec.dtype is torch.float32 else 0.05) * own.abs().max()
-    if found.shape != own.shape or not bool((found - own).abs().max() <= allowed):
-        raise UnservedModel(
-            f"layer {index} ({type(layer).__name__}) of the installed transformers does not compute the gated delta "
-            f"rule that this library serves: its outputs differ by up to {(found - own).abs().max():.3g} of "
-            f"{own.abs().max():.3g}. Use another version of transformers."
-        )
+    error = (found - own).abs().max()
+    return "" if bool(error <= allowed) else f"its outputs differ by up to {error:.3g} of {own.abs().max():.3g}"

@@ -73,18 +73,20 @@ def test_lost_state_is_computed_again(pair, mode, monkeypatch):
     assert "states of 1 requests did not fit their lengths" in logged[0]
 
 
-def test_last_request_that_loses_its_state_is_finished(pair):
-    """The engine has dropped it as complete by the time that its outputs are read."""
+@pytest.mark.parametrize("at", [4, NEW - 2], ids=["back in its row at once", "dropped as complete"])
+def test_only_request_that_loses_its_state_is_finished(pair, at):
     engine, [prompt, *_] = make_engine(pair, max_num_seqs=1, num_speculative_tokens=0), PROMPTS
     lengths, seen = engine.target.groups[1].lengths, []
 
-    def lose(index, token):
+    def lose(token):
         seen.append(token)
-        if len(seen) == NEW - 2:
+        if len(seen) == at:
             lengths.base.add_(40)
 
-    [found] = engine.generate([make_request(prompt=prompt, max_tokens=NEW)], on_token=lose)
-    assert found.token_ids == wanted(FAMILY)[0] == seen and engine.stats.lost_states == 1
+    handle = engine.submit(make_request(prompt=prompt, max_tokens=NEW), on_token=lose)
+    while engine.step():
+        pass
+    assert handle.generation.token_ids == wanted(FAMILY)[0] == seen and engine.stats.lost_states == 1
 
 
 class Losing(TorchState):

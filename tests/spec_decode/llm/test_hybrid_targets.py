@@ -86,12 +86,15 @@ def test_explain_names_the_state_group(folder_of: Any) -> None:
 
 def test_changed_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("Qwen3_5TextConfig")
-    layer = type(model.model.layers[2].linear_attn)
-    own = layer.forward
-    monkeypatch.setattr(layer, "forward", lambda self, hidden, **_: own(self, hidden) * (1 + 0.01 * self.layer_idx))
+    layer = model.model.layers[2].linear_attn
+    own = type(layer).forward
+    monkeypatch.setattr(type(layer), "forward", lambda self, x, **_: own(self, x) * (1 + 0.01 * self.layer_idx))
     with pytest.raises(
-        CheckpointError, match=r"layer 2 \(Qwen3_5GatedDeltaNet\) .* does not compute the gated delta rule"
+        CheckpointError, match=r"layer 2 \(Qwen3_5GatedDeltaNet\) .* rule .*: its outputs differ by up to"
     ):
+        TransformersTarget(model)
+    del layer.in_proj_z
+    with pytest.raises(CheckpointError, match=r"layer 2 .*: AttributeError: .*in_proj_z"):
         TransformersTarget(model)
 
 

@@ -65,7 +65,9 @@ class Texts:
             buffers.prepare_capture(3)
             runtime = runtime_for(CPU)
             if mode is GraphMode.PIECEWISE:
-                replay = runtime.capture_pieces(lambda split: run(buffers.split_attention(split))).replay
+                graph = runtime.capture_pieces(lambda split: run(buffers.split_attention(split)))
+                assert len(graph._parts) == 1 + 2 * len(LAYERS)  # every recurrence runs between two pieces
+                replay = graph.replay
             else:
                 replay = runtime.capture(lambda: run(buffers.attention)).replay
 
