@@ -11,7 +11,7 @@ assert check_backend("torch_reference", device=torch.device("cpu"), checks=check
 USERS = {
     "plug-in": ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_000),
     "drafter": ("import spec_decode.drafter", 11_800),
-    "kit": ("import spec_decode.conformance", 19_700),
-    "check": (CHECK, 19_700),
-    "LLM": ("import spec_decode.llm", 28_500),
+    "kit": ("import spec_decode.conformance", 19_900),
+    "check": (CHECK, 20_000),
+    "LLM": ("import spec_decode.llm", 29_000),
 }

@@ -82,6 +82,11 @@ class EngineConfig:
         return 0 if self.drafter is None else self.drafter.num_speculative_tokens
 
     @property
+    def query_len(self) -> int:
+        """Tokens of every row in a target step: 1 + K, or a tree's and its root."""
+        return 1 + (self.tree.num_tokens if self.tree else self.num_speculative_tokens)
+
+    @property
     def tree(self) -> Tree | None:
         """The drafter's tree; None for chains."""
         return None if self.drafter is None else self.drafter.tree

@@ -27,6 +27,7 @@ rounding, because kernels can reduce in another order for another batch, and exa
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -48,11 +49,13 @@ from spec_decode.engine.scheduler import Scheduler
 from spec_decode.engine.target_runner import Step, TargetRunner
 from spec_decode.engine.target_step import TargetStep, TreeTargetStep
 from spec_decode.model_api import DraftModel, TargetModel
-from spec_decode.paged.kv_groups import BackendChoice, KVGroup, make_groups
+from spec_decode.paged import StateGroup
+from spec_decode.paged.kv_groups import BackendChoice, KVGroup, make_groups, make_state_groups, state_groups_of
 from spec_decode.sampling.target_sampler import TopLogprobs
 from spec_decode.verification import Verifier, verifier
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -87,10 +90,15 @@ class Engine:
         self.drafter: Drafter | None = None
         self.device = next(target.parameters()).device
         self._vocab_size = target.vocab_size
-        target_groups = self._make_groups("target", target, backend)
+        # Slots before pages: without them no request runs.
+        states = state_groups_of(target, config.query_len, tree=config.tree is not None)
+        slots = make_state_groups("target", states, backend, config.max_num_seqs, self.device)
+        target_groups: list[KVGroup | StateGroup] = [*self._make_groups("target", target, backend), *slots]
+        self._groups: list[Sequence[KVGroup | StateGroup]] = [target_groups]
         self._tables, prefill_tables = [self._make_tables(target_groups)], [self._make_tables(target_groups)]
         if draft is not None and steps:
             groups = self._make_groups("draft", draft, backend if draft_backend is None else draft_backend)
+            self._groups.append(groups)
             self._tables.append(self._make_tables(groups))
             prefill_tables.append(self._make_tables(groups))
             self.drafter = self._make_drafter(draft, groups)
@@ -102,7 +110,7 @@ class Engine:
             target,
             target_groups,
             self._tables[0],
-            query_len=1 + (config.tree.num_tokens if config.tree else steps),
+            query_len=config.query_len,
             trees=config.tree is not None,
             graph_mode=config.graph_mode,
         )
@@ -138,13 +146,13 @@ class Engine:
         assert self.drafter is not None, "a tree has at least one step"
         return TreeTargetStep(self._batch, self.drafter, self.target)
 
-    def _make_tables(self, groups: Sequence[KVGroup]) -> RequestTables:
-        config = self.config
+    def _make_tables(self, groups: Sequence[KVGroup | StateGroup]) -> RequestTables:
+        config, longest = self.config, self.pool.slots_for(self.config.max_model_len)
         return RequestTables(
-            page_sizes=[config.page_size] * len(groups),
-            num_pages=[self.pool.num_pages] * len(groups),
+            page_sizes=[longest if isinstance(group, StateGroup) else config.page_size for group in groups],
+            num_pages=[group.num_pages for group in groups],
             max_reqs=config.max_num_seqs,
-            max_seq_len=self.pool.slots_for(config.max_model_len),
+            max_seq_len=longest,
             device=self.device,
         )
 
@@ -270,7 +278,7 @@ class Engine:
             self.capture()
             self._outputs.stream(self.stats)
             self._step()
-            more = self._scheduler.has_unfinished or bool(self._outputs)
+            more = self._scheduler.has_unfinished or bool(self._outputs) or bool(self._outputs.lost)
             self._broken = False
             return more
         except BaseException:
@@ -312,6 +320,8 @@ class Engine:
         )
 
     def _step(self) -> None:
+        if self._outputs.lost:
+            self._recompute_lost()
         self.stats.preemptions += self._scheduler.make_room(self._read_all)
         older = len(self._outputs)
         self._update_batch(self._run_prefill())
@@ -319,6 +329,27 @@ class Engine:
             self._run_round()
         for _ in range(older if self._batched else len(self._outputs)):
             self._outputs.process_oldest(self.stats)
+
+    def _recompute_lost(self) -> None:
+        """Preempt the requests whose recurrent state is lost. Raises BatchError for one that loses it again at once."""
+        self._read_all()
+        lost = self._outputs.lost
+        for request in lost:
+            length = len(request.handle.generation.token_ids)
+            require(
+                request.lost_at < length,
+                f"a request of {length} new tokens lost its recurrent state again, right after it was computed anew; "
+                "it would never end. Use another backend of recurrent state.",
+            )
+            request.lost_at = length
+        self._scheduler.recompute(lost)
+        self.stats.lost_states += len(lost)
+        self.stats.preemptions += len(lost)
+        _log.warning(
+            "the recurrent states of %d requests did not fit their lengths; they are computed again. Please report it.",
+            len(lost),
+        )
+        lost.clear()
 
     def _read_all(self) -> None:
         while self._outputs:
@@ -333,7 +364,8 @@ class Engine:
         if new:
             rows, found = torch.tensor(new, device=self.device), prefilled.logprobs
             logprobs = None if found is None else TopLogprobs(*(each[rows, None] for each in found))
-            self._outputs.add_first_tokens([prefilled.requests[i] for i in new], prefilled.tokens[rows], logprobs)
+            requests = [prefilled.requests[i] for i in new]
+            self._outputs.add_first_tokens(requests, prefilled.tokens[rows], logprobs, self.target.lost_states())
         self._scheduler.chunks_prefilled(chunks)
         self.stats.prefill_tokens += sum(chunk.end - chunk.start for chunk in chunks)
         # A text of one token is complete with the sampled one: a round would add nothing.
@@ -343,7 +375,8 @@ class Engine:
     def _update_batch(self, prefilled: PrefillOutput) -> None:
         """Update tables and batch to the running requests."""
         running = self._scheduler.running
-        if running == self._batched:
+        # A request whose state was lost can be back at its place, with other pages.
+        if running == self._batched and not prefilled.requests:
             self._grow_tables()
             return
         row_of = {request: row for row, request in enumerate(self._batched)}
@@ -363,14 +396,15 @@ class Engine:
 
     def _grow_tables(self) -> None:
         new = {
-            row: request.pages[known:]
+            row: known
             for row, (request, known) in enumerate(zip(self._batched, self._pages_in_tables, strict=True))
             if len(request.pages) > known
         }
         if new:
             limits = {row: self._token_limit(self._batched[row]) for row in new}
-            for tables in self._tables:
-                tables.grow({row: [pages] * tables.num_groups for row, pages in new.items()}, limits)
+            for tables, groups in zip(self._tables, self._groups, strict=True):
+                pages = {row: self._batched[row].new_pages(groups, known) for row, known in new.items()}
+                tables.grow(pages, limits)
             self._pages_in_tables = [len(request.pages) for request in self._batched]
 
     def _token_limit(self, request: RequestState) -> int:
@@ -385,4 +419,4 @@ class Engine:
         self.stats.launch_seconds += time.perf_counter() - start
         rows, found = slice(len(self._batched)), self._batch.logprobs
         logprobs = None if found is None else TopLogprobs(*(each[rows] for each in found))
-        self._outputs.add_step(self._batched, self._batch.outputs[rows], logprobs)
+        self._outputs.add_step(self._batched, self._batch.outputs[rows], logprobs, self.target.lost_states())

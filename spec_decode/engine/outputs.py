@@ -30,6 +30,9 @@ class EngineStats:
     prefill_tokens: int = 0
     """Prefilled tokens of prompts, and of texts that continue after a preemption."""
     preemptions: int = 0
+    lost_states: int = 0
+    """Requests whose recurrent state did not fit their lengths. Nothing was generated from it: they were preempted,
+    which counts above too, and computed again."""
 
     @property
     def mean_accepted(self) -> float:
@@ -67,12 +70,22 @@ class AsyncOutput:
 @dataclass(frozen=True, slots=True)
 class _PendingOutput:
     """Row i belongs to requests[i]. first: the only column is a request's first token, sampled by prefill. logprobs:
-    ids and values of a `TopLogprobs`, or empty."""
+    ids and values of a `TopLogprobs`, or empty. lost: by slot, whether its state is lost; None without recurrent
+    layers. slots: of the requests, which can have others by the time of the read."""
 
     requests: list[RequestState]
     output: AsyncOutput
     first: bool
     logprobs: tuple[AsyncOutput, ...]
+    lost: AsyncOutput | None
+    slots: list[int]
+
+    def lost_requests(self) -> list[RequestState]:
+        """Wait for the output and return the unfinished requests whose state is lost."""
+        if self.lost is None:
+            return []
+        lost, owners = self.lost.read().tolist(), zip(self.requests, self.slots, strict=True)
+        return [request for request, slot in owners if lost[slot] and not request.handle.done]
 
     def read(self) -> _ReadOutput:
         """Wait for the output and return it in the form that is streamed."""
@@ -111,12 +124,14 @@ class _ReadOutput:
 
 
 class PendingOutputs:
-    """Outputs that are enqueued but not read, and tokens that are read but not streamed."""
+    """Outputs that are enqueued but not read, and tokens that are read but not streamed. lost: requests whose recurrent
+    state is lost; what is read of them is dropped."""
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self._num_drafts = num_speculative_tokens
         self._pending: deque[_PendingOutput] = deque()
         self._read: _ReadOutput | None = None
+        self.lost: list[RequestState] = []
         self.in_callback = False
         """Whether a callback is running: an exception then comes from the callback."""
 
@@ -125,26 +140,49 @@ class PendingOutputs:
         return len(self._pending)
 
     def add_first_tokens(
-        self, requests: list[RequestState], tokens: torch.Tensor, logprobs: TopLogprobs | None
+        self,
+        requests: list[RequestState],
+        tokens: torch.Tensor,
+        logprobs: TopLogprobs | None,
+        lost: torch.Tensor | None = None,
     ) -> None:
-        """tokens: int64 [n], the first token of each of n requests. logprobs: [n, 1, 1 + N]."""
-        self._add(requests, tokens[:, None], logprobs, first=True)
+        """tokens: int64 [n], the first token of each of n requests. logprobs: [n, 1, 1 + N]. lost: int32 [slots]."""
+        self._add(requests, tokens[:, None], logprobs, lost, first=True)
 
-    def add_step(self, requests: list[RequestState], outputs: torch.Tensor, logprobs: TopLogprobs | None) -> None:
-        """outputs: int64 [n, 2 + K] of a target step, see InputBatch. logprobs: [n, 1 + K, 1 + N]."""
+    def add_step(
+        self,
+        requests: list[RequestState],
+        outputs: torch.Tensor,
+        logprobs: TopLogprobs | None,
+        lost: torch.Tensor | None = None,
+    ) -> None:
+        """outputs: int64 [n, 2 + K] of a target step, see InputBatch. logprobs: [n, 1 + K, 1 + N]. lost: int32
+        [slots]."""
         for request in requests:
             request.step_enqueued(self._num_drafts)
-        self._add(requests, outputs, logprobs, first=False)
+        self._add(requests, outputs, logprobs, lost, first=False)
 
     def _add(
-        self, requests: list[RequestState], output: torch.Tensor, logprobs: TopLogprobs | None, *, first: bool
+        self,
+        requests: list[RequestState],
+        output: torch.Tensor,
+        logprobs: TopLogprobs | None,
+        lost: torch.Tensor | None,
+        *,
+        first: bool,
     ) -> None:
         wanted = logprobs is not None and any(request.handle.request.sampling.logprobs for request in requests)
         copies = tuple(map(AsyncOutput, logprobs)) if logprobs and wanted else ()
-        self._pending.append(_PendingOutput(requests, AsyncOutput(output), first, copies))
+        flags = None if lost is None else AsyncOutput(lost)
+        slots = [] if lost is None else [request.slot for request in requests]
+        self._pending.append(_PendingOutput(requests, AsyncOutput(output), first, copies, flags, slots))
 
     def process_oldest(self, stats: EngineStats) -> None:
         """Wait for the oldest output and stream its tokens. Exceptions in callbacks propagate: see `stream`."""
+        for request in self._pending[0].lost_requests():
+            if not request.lost:
+                request.lost = True
+                self.lost.append(request)
         read = self._pending[0].read()
         if not read.first:
             for request, accepted in zip(read.requests, read.values[:: read.width], strict=True):
@@ -156,12 +194,13 @@ class PendingOutputs:
     def requests(self) -> list[RequestState]:
         """Return the requests with output that is not in the texts yet, once per pending output."""
         read = self._read.requests[self._read.row :] if self._read else []
-        return [*read, *(request for output in self._pending for request in output.requests)]
+        return [*self.lost, *read, *(request for output in self._pending for request in output.requests)]
 
     def clear(self) -> None:
         """Drop everything that is not in the texts yet."""
         self._read = None
         self._pending.clear()
+        self.lost.clear()
 
     def stream(self, stats: EngineStats) -> None:
         """Append the read tokens to the texts. A callback's exception propagates; the next call resumes after it."""
@@ -171,7 +210,7 @@ class PendingOutputs:
         while read.row < len(requests):
             row, streamed, handle = read.row, read.streamed, requests[read.row].handle
             generation, start = handle.generation, row * width
-            if generation.finish_reason is not None:
+            if generation.finish_reason is not None or requests[row].lost:
                 read.row, read.streamed = row + 1, 0
                 continue
             if read.first:

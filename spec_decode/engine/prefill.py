@@ -13,6 +13,7 @@ from spec_decode.drafter import Drafter
 from spec_decode.engine.request import RequestState
 from spec_decode.engine.scheduler import Chunk
 from spec_decode.engine.target_runner import TargetRunner
+from spec_decode.paged import KVGroup, StateGroup
 from spec_decode.sampling import Sampling
 from spec_decode.sampling.logit_edits import LogitEdits
 from spec_decode.sampling.target_sampler import TopLogprobs, sample_target, top_logprobs
@@ -54,7 +55,7 @@ class Prefill:
         counts = [chunk.end - chunk.start for chunk in chunks]
         texts = [chunk.request.token_ids for chunk in chunks]
         ids = [token for chunk, text in zip(chunks, texts, strict=True) for token in text[chunk.start : chunk.end]]
-        _load(self._tables, chunks)
+        _load(self._tables, self._target.groups, chunks)
         states = self._target.prefill(self._tables, counts, [chunk.end for chunk in chunks], self._tensor(ids))
         if self._drafter:
             self._prefill_draft(self._drafter, chunks, texts, states.target_hidden_states.split(counts))
@@ -100,7 +101,7 @@ class Prefill:
                 parts.append(hidden[: end - chunk.start])
         if not rows:
             return
-        _load(self._draft_tables, rows)
+        _load(self._draft_tables, drafter.groups, rows)
         lens, ends = [row.end - row.start for row in rows], [row.end for row in rows]
         drafter.prefill(self._draft_tables, lens, ends, self._tensor(ids), torch.cat(parts))
 
@@ -108,6 +109,6 @@ class Prefill:
         return torch.tensor(values, dtype=torch.int64, device=self._tables.device)
 
 
-def _load(tables: RequestTables, chunks: Sequence[Chunk]) -> None:
-    pages = [chunk.request.pages for chunk in chunks]
-    tables.load([pages] * tables.num_groups, [chunk.end for chunk in chunks])
+def _load(tables: RequestTables, groups: Sequence[KVGroup | StateGroup], chunks: Sequence[Chunk]) -> None:
+    by_request = [chunk.request.new_pages(groups, 0) for chunk in chunks]
+    tables.load([*map(list, zip(*by_request, strict=True))], [chunk.end for chunk in chunks])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
+from spec_decode.paged import KVGroup, StateGroup
 from spec_decode.sampling import SamplingParams
 from spec_decode.sampling.kernels.draw_tokens import NO_TOKEN
 from spec_decode.sampling.logit_edits import RowEdits
@@ -108,8 +109,11 @@ class RequestState:
     """The host state of a request in the engine.
 
     max_len               the most tokens of prompt and text together
-    pages                 owned while it is admitted
+    pages, slot           owned while it is admitted
     num_prefilled         tokens of `token_ids` in the caches, until it runs
+    lost                  its recurrent state did not fit its lengths: what comes from it is dropped until it is
+                          computed again
+    lost_at               tokens of its text when that happened last
     len_lower_bound,      bounds of its length on the device, since the host has not read the latest steps;
     len_upper_bound       not cut at max_len
     """
@@ -117,7 +121,10 @@ class RequestState:
     handle: Handle
     max_len: int = field(init=False)
     pages: list[int] = field(default_factory=list)
+    slot: int = -1
     num_prefilled: int = 0
+    lost: bool = False
+    lost_at: int = -1
     len_lower_bound: int = 0
     len_upper_bound: int = 0
 
@@ -134,6 +141,11 @@ class RequestState:
         """Tokens to prefill: all but the last of the text, which the next step runs; the prompt for a new request."""
         generated = len(self.handle.generation.token_ids)
         return len(self.handle.request.prompt) + max(0, generated - 1)
+
+    def new_pages(self, groups: Sequence[KVGroup | StateGroup], known: int) -> list[list[int]]:
+        """Return for each group the pages that tables with its first `known` pages lack: of a state group, the slot."""
+        slot = [] if known else [self.slot]
+        return [slot if isinstance(group, StateGroup) else self.pages[known:] for group in groups]
 
     @property
     def edits(self) -> RowEdits:

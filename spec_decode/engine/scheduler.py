@@ -1,4 +1,4 @@
-"""Which requests run, are prefilled or wait, and which pages each owns. Host state only.
+"""Which requests run, are prefilled or wait, and which pages and slot each owns. Host state only.
 
 The policy is the simplest that is correct:
 - Requests are admitted in order of submission, while a row is free and the pool has room for their prompt, their first
@@ -11,12 +11,13 @@ The policy is the simplest that is correct:
   advances, because every request fits an empty pool.
 - A pool with room for max_num_seqs of the longest requests is never short. It reserves no spare pages, and gives
   running requests the pages of several rounds at once: no other request could use them.
+- A request's recurrent state has a slot from admission on. There are max_num_seqs, so none ever waits for one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from spec_decode.engine.config import EngineConfig
@@ -50,6 +51,7 @@ class Scheduler:
         self._prefilling: list[RequestState] = []
         self._waiting: deque[RequestState] = deque()
         self._config = config
+        self._free_slots = list(range(config.max_num_seqs))
         self._never_short = pool.num_pages >= config.max_num_seqs * pool.pages_for(config.max_model_len)
 
     @property
@@ -90,12 +92,27 @@ class Scheduler:
         """
         everyone = dict.fromkeys([*self.running, *self._prefilling, *requests, *self._waiting])
         self.pool.reset()
+        self._free_slots = list(range(self._config.max_num_seqs))
         for request in everyone:
-            request.pages, request.num_prefilled = [], 0
+            request.pages, request.num_prefilled, request.lost = [], 0, False
             request.len_lower_bound = request.len_upper_bound = 0
             request.handle.finish_if_full()
         self._waiting = deque(request for request in everyone if not request.handle.done)
         self.running, self._prefilling = [], []
+
+    def recompute(self, requests: Sequence[RequestState]) -> None:
+        """Preempt requests whose recurrent state is lost. The host must have read everything that was enqueued. They
+        can have been dropped as complete, or been preempted already."""
+        for request in reversed(requests):
+            request.lost = False
+            if request.handle.done:
+                continue
+            if request in self.running:
+                self.running.remove(request)
+                self._free(request)
+            if request not in self._waiting:
+                self._waiting.appendleft(request)
+            request.len_lower_bound = request.len_upper_bound = 0
 
     def free_finished(self) -> None:
         """Drop the finished requests that were admitted, and free their pages."""
@@ -143,7 +160,7 @@ class Scheduler:
             kept_free = 0 if self._never_short else admitted
             if needed + kept_free > self.pool.num_free:
                 return
-            request.pages = self.pool.allocate(needed)
+            request.pages, request.slot = self.pool.allocate(needed), self._free_slots.pop()
             self._prefilling.append(request)
             self._waiting.popleft()
 
@@ -176,4 +193,5 @@ class Scheduler:
 
     def _free(self, request: RequestState) -> None:
         self.pool.free(request.pages)
+        self._free_slots.append(request.slot)
         request.pages, request.num_prefilled = [], 0

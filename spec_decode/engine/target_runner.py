@@ -11,7 +11,7 @@ import torch
 from builders import RequestTables
 from spec_decode.graphs import Capturable, Factory, GraphManager, SplitOp, default_capture_sizes
 from spec_decode.model_api import Attention, TargetModel, TargetStates
-from spec_decode.paged import GraphMode
+from spec_decode.paged import GraphMode, StateGroup
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged, products_of
 from spec_decode.paged.metadata_plan import plan_uniform_step
@@ -47,7 +47,7 @@ class TargetRunner:
     def __init__(
         self,
         model: TargetModel,
-        groups: Sequence[KVGroup],
+        groups: Sequence[KVGroup | StateGroup],
         tables: RequestTables,
         *,
         query_len: int,
@@ -68,6 +68,7 @@ class TargetRunner:
         self._buffers = StepBuffers(groups, tables, self.plan, query_len=query_len, trees=trees)
         self.graphs = GraphManager(tables.device, list(capture_sizes or default_capture_sizes(tables.max_reqs)))
         self._eager = graph_mode is GraphMode.NONE
+        self._states = [(index, group) for index, group in enumerate(groups) if isinstance(group, StateGroup)]
 
     @torch.no_grad()
     def prefill(
@@ -78,9 +79,20 @@ class TargetRunner:
         Runs eagerly. tables: for these requests, separate from those of the steps, over the same caches.
         """
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
+        begin = [row for row, (new, length) in enumerate(zip(query_lens, seq_lens, strict=True)) if new == length]
+        for index, group in self._states:
+            group.begin(metadata[index].slots[begin])
         with self._products():
             states: TargetStates = self.model(token_ids, batch.positions, PagedAttention(self.groups, metadata))
+        for index, group in self._states:
+            group.end_step(metadata[index])
         return states
+
+    def lost_states(self) -> torch.Tensor | None:
+        """Return which slots hold a state that did not fit its request's lengths, int32 [num_slots], above 0; None
+        without recurrent layers."""
+        lost = [group.lengths.lost for _, group in self._states]
+        return torch.stack(lost).amax(0) if len(lost) > 1 else next(iter(lost), None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the target's logits [T, V] of hidden [T, H]."""
@@ -137,14 +149,15 @@ class TargetRunner:
         return Capturable.pieces(run_in_pieces, constants) if in_pieces else Capturable(run, constants)
 
     def move_accepted(self, path: torch.Tensor) -> None:
-        """Compact the KV of each row's accepted path, int64 [size, K] of a TreeVerifyOutput, so that the cache looks as
-        if no tree had been drafted. Call after a step's forward."""
+        """Compact the KV and the states of each row's accepted path, int64 [size, K] of a TreeVerifyOutput, so that the
+        caches look as if no tree had been drafted. Call after a step's forward."""
         slots = self._buffers.batch.slot_mappings[:, : len(path) * self._buffers.query_len].unflatten(
             1, (len(path), -1)
         )
         for own, group in zip(slots, self.groups, strict=True):
-            for cache in group.caches.values():
+            for cache in group.caches.values() if isinstance(group, KVGroup) else ():
                 move_accepted_kv(cache.key, cache.value, own, path)
+        self._buffers.keep_accepted(path)
 
     def _forward_eager(
         self, context_lens: torch.Tensor, token_ids: torch.Tensor, parents: torch.Tensor | None = None
@@ -169,5 +182,6 @@ class TargetRunner:
             self._buffers.set_trees(parents)
         with self._products():
             states = self.model(token_ids.flatten(), self._buffers.batch.positions[: token_ids.numel()], attention)
+        self._buffers.end_step()
         logits, shape = self.logits(states.hidden), token_ids.shape
         return logits.unflatten(0, shape), states.target_hidden_states.unflatten(0, shape)

@@ -1,37 +1,44 @@
-"""Choose the attention backends of a target and its draft, and explain why the others were not chosen."""
+"""Choose the backends of a target and its draft, and explain why the others were not chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
-from attn_backends import AttentionBackend, BackendError, MissingPackage, NoBackend, Rejected, registry, select
+from attn_backends import BackendError, MissingPackage, NoBackend, Rejected, registry, select
+from attn_backends.registry import Backend
+from builders import StateSpec
 from spec_decode.engine import EngineConfig
 from spec_decode.llm.pair import Pair
 from spec_decode.model_api import DraftModel, LayerGroup, TargetModel
-from spec_decode.paged.kv_groups import layer_groups_of
+from spec_decode.paged.kv_groups import layer_groups_of, state_groups_of
+
+AnyGroup: TypeAlias = LayerGroup | LayerGroup[StateSpec]
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """The attention backends of target and draft, by layer group."""
+    """The backends of target and draft, by layer group."""
 
-    target: dict[str, AttentionBackend]
-    draft: dict[str, AttentionBackend]
+    target: dict[str, Backend]
+    draft: dict[str, Backend]
 
     @staticmethod
-    def names(chosen: dict[str, AttentionBackend]) -> str:
+    def names(chosen: dict[str, Backend]) -> str:
         """Return each backend name once, in order of the groups."""
         return ", ".join(dict.fromkeys(backend.name for backend in chosen.values()))
 
 
-def requested_groups(model: TargetModel | DraftModel, config: EngineConfig) -> list[LayerGroup]:
-    """Return the model's layer groups; their specs request the features that the config needs."""
-    return layer_groups_of(
-        model, config.page_size, batch_invariant=config.batch_invariant, tree=config.tree is not None
-    )
+def requested_groups(model: TargetModel | DraftModel, config: EngineConfig) -> list[AnyGroup]:
+    """Return the model's layer groups, then a target's state groups; their specs request the features that the config
+    needs."""
+    tree = config.tree is not None
+    groups = layer_groups_of(model, config.page_size, batch_invariant=config.batch_invariant, tree=tree)
+    states = state_groups_of(model, config.query_len, tree=tree) if isinstance(model, TargetModel) else []
+    return [*groups, *states]
 
 
 def choose_backends(
@@ -39,8 +46,8 @@ def choose_backends(
 ) -> Backends:
     """Choose for each group the first backend that supports it, or the requested one.
 
-    draft_backend: for the draft; None uses backend. Raises NoBackend if a requested backend does not support a group:
-    there is no fallback.
+    backend: of attention; recurrent states have their own. draft_backend: for the draft; None uses backend. Raises
+    NoBackend if a requested backend does not support a group: there is no fallback.
     """
     device, draft_choice = pair.device, backend if draft_backend is None else draft_backend
     target = _chosen(requested_groups(pair.target, config), device, backend)
@@ -59,26 +66,32 @@ def backends_named(pair: Pair, config: EngineConfig, name: str) -> Backends | No
     """Choose this backend for the draft, and for the target if it supports that; None if it cannot serve the draft."""
 
     def serves(model: TargetModel | DraftModel) -> bool:
-        return all(registry.explain(name, group.spec, pair.device) for group in requested_groups(model, config))
+        attending = [group.spec for group in requested_groups(model, config) if not isinstance(group.spec, StateSpec)]
+        return all(registry.explain(name, spec, pair.device) for spec in attending)
 
     if pair.draft is None or not serves(pair.draft):
         return None
     return choose_backends(pair, config, name if serves(pair.target) else None, name)
 
 
-def _chosen(groups: Sequence[LayerGroup], device: torch.device, backend: str | None) -> dict[str, AttentionBackend]:
-    return {group.name: select(group.spec, device, [] if backend is None else [backend]).backend for group in groups}
+def _chosen(groups: Sequence[AnyGroup], device: torch.device, backend: str | None) -> dict[str, Backend]:
+    found: dict[str, Backend] = {}
+    for group in groups:
+        named = [] if backend is None or isinstance(group.spec, StateSpec) else [backend]
+        found[group.name] = select(group.spec, device, named).backend
+    return found
 
 
 def explain_backends(pair: Pair, backends: Backends, config: EngineConfig) -> list[str]:
     """Explain for each layer group which backend serves it and why no other does; then list those not installed."""
-    absent = [name for name in registry.names() if not _is_installed(name)]
+    absent = [name for name in (*registry.names(), *registry.state_names()) if not _is_installed(name)]
     lines = []
     for name, model, chosen in (("target", pair.target, backends.target), ("draft", pair.draft, backends.draft)):
         for group in requested_groups(model, config) if model is not None else ():
             own = chosen[group.name].name
             lines.append(f"{name} [{group.spec.describe()}]: {own}")
-            for other in (other for other in registry.names() if other not in (own, *absent)):
+            others = registry.state_names() if isinstance(group.spec, StateSpec) else registry.names()
+            for other in (other for other in others if other not in (own, *absent)):
                 verdict = registry.explain(other, group.spec, pair.device)
                 why = "; ".join(verdict.reasons) if isinstance(verdict, Rejected) else "would serve it too"
                 lines.append(f"  not {other}: {why}")
@@ -90,7 +103,7 @@ def explain_backends(pair: Pair, backends: Backends, config: EngineConfig) -> li
 def _is_installed(name: str) -> bool:
     """Return whether a backend's packages are installed; a broken installation counts as installed."""
     try:
-        registry.get(name)
+        registry.load(name)
     except BackendError as error:
         return not isinstance(error, MissingPackage)
     return True

@@ -1,6 +1,6 @@
 """The interface between models and what runs them: the drafter, the paged cache and the engine."""
 
-from spec_decode.model_api.attention import Attention, AttentionInputs, ContextAttention
+from spec_decode.model_api.attention import Attention, AttentionInputs, ContextAttention, RecurrentAttention
 from spec_decode.model_api.base import (
     DraftInputs,
     DraftModel,
@@ -26,6 +26,7 @@ __all__ = [
     "KeepRows",
     "LayerGroup",
     "ModuleDraft",
+    "RecurrentAttention",
     "RoundShape",
     "TargetModel",
     "TargetStates",

@@ -1,4 +1,4 @@
-"""The interface between a model's layers and attention: one record, one call."""
+"""The interface between a model's layers and attention or recurrent state: one record, one call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from attn_backends import StateInputs
 from attn_backends.kernels.rope import Rope, apply_rope
 from attn_backends.kernels.write_latent import KvANormRope
 
@@ -53,4 +54,12 @@ class Attention(Protocol):
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         """Return [T, num_q_heads, value_dim]."""
+        ...
+
+
+class RecurrentAttention(Attention, Protocol):
+    """Attention of a model that also has recurrent layers: keeps their states too."""
+
+    def recur(self, layer: int, inputs: StateInputs) -> torch.Tensor:
+        """Take in the tokens of a layer of a state group; return [T, num_value_heads, value_dim]."""
         ...

@@ -8,12 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from typing_extensions import TypeVar as DefaultTypeVar
 
-from builders import AttentionSpec
+from builders import AttentionSpec, StateSpec
 from builders.errors import require
 from spec_decode.model_api.attention import Attention
 from spec_decode.model_api.round_shape import RoundShape, require_choices
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 KeepRows: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Select rows: [T, ...] -> [R, ...]."""
 X = TypeVar("X", torch.Tensor, torch.Tensor | None)
+S = DefaultTypeVar("S", AttentionSpec, StateSpec, default=AttentionSpec)
 
 
 class DraftInputs(NamedTuple):
@@ -49,11 +51,11 @@ class DraftInputs(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerGroup:
-    """Layers of one model with the same attention spec. They share a backend and a block table."""
+class LayerGroup(Generic[S]):
+    """Layers of one model with the same spec, by default of attention. They share a backend and a block table."""
 
     name: str
-    spec: AttentionSpec
+    spec: S
     layers: tuple[int, ...]
 
 
@@ -105,12 +107,17 @@ class TargetModel(_Model):
         """[V, H], if `logits` is a plain product with it; None if `logits` does more, or the model does not say."""
         return None
 
+    def state_groups(self, journal: int) -> list[LayerGroup[StateSpec]]:
+        """Return every recurrent layer, each in one group, for journals of so many tokens; by default none."""
+        return []
+
     @abstractmethod
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
         """Compute the states of T tokens.
 
         token_ids  int64 [T]
         positions  int64 [T]
+        attention  of a model with state groups, a RecurrentAttention
         """
 
     @abstractmethod

@@ -10,6 +10,7 @@ from spec_decode.paged.metadata_plan import (
     MetadataUpdate,
     plan_uniform_step,
 )
+from spec_decode.paged.state_group import StateGroup
 from spec_decode.paged.step_metadata import StepBuffers
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "MetadataPlan",
     "MetadataUpdate",
     "PagedAttention",
+    "StateGroup",
     "StepBuffers",
     "build_ragged",
     "make_group",

@@ -1,28 +1,33 @@
-"""Attention over the paged KV caches of a model's groups, either whole or split around calls that no graph can hold."""
+"""Attention and recurrence over the caches of a model's groups, whole or split around calls that no graph can hold."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from attn_backends import StateInputs
 from attn_backends.capabilities import FusedWrite
 from attn_backends.kernels.rope import Rope, apply_rope
 from builders import AttentionKind, BatchError
 from spec_decode.graphs import SplitOp
 from spec_decode.model_api import AttentionInputs
 from spec_decode.paged.kv_groups import KVGroup
+from spec_decode.paged.state_group import StateGroup
 
 
 class PagedAttention:
-    """Write a layer's new keys and values to its cache, then attend over it."""
+    """A `RecurrentAttention`: writes a layer's new keys and values to its cache, then attends over it; or takes a
+    recurrent layer's tokens into its states."""
 
-    def __init__(self, groups: Sequence[KVGroup], metadata: Sequence[Any]) -> None:
+    def __init__(self, groups: Sequence[KVGroup | StateGroup], metadata: Sequence[Any]) -> None:
         """metadata: one per group, read at each call."""
-        self._groups = groups
         self._metadata = metadata
-        self._group_of = _GroupOf((layer, index) for index, group in enumerate(groups) for layer in group.caches)
+        kv = {index: group for index, group in enumerate(groups) if isinstance(group, KVGroup)}
+        states = {index: group for index, group in enumerate(groups) if isinstance(group, StateGroup)}
+        self._groups, self._group_of = kv, _GroupOf(kv, "attention", "KV")
+        self._states, self._state_of = states, _GroupOf(states, "a recurrence", "state")
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         """See `Attention`. Raises BatchError, before any launch, for tensors that a kernel would misread."""
@@ -39,14 +44,24 @@ class PagedAttention:
         rotated = apply_rope(key, rope).to(dtype)
         group.backend.write_kv(rotated, value.to(dtype), group.caches[layer], self._metadata[index])
 
+    def recur(self, layer: int, inputs: StateInputs) -> torch.Tensor:
+        """See `RecurrentAttention`. Raises BatchError, before any launch, for tensors that a kernel would misread."""
+        index = self._state_of[layer]
+        group = self._states[index]
+        return group.backend.forward(inputs, group.caches[layer], self._metadata[index], spec=group.spec)
+
 
 class _GroupOf(dict[int, int]):
     """Layer -> index of its group."""
 
+    def __init__(self, groups: Mapping[int, KVGroup | StateGroup], what: str, kind: str) -> None:
+        super().__init__((layer, index) for index, group in groups.items() for layer in group.caches)
+        self._what, self._kind = what, kind
+
     def __missing__(self, layer: int) -> int:
         raise BatchError(
-            f"layer {layer!r} asks for attention and is in no KV group; the groups have the layers {sorted(self)}. "
-            "List it in the model's layer_groups."
+            f"layer {layer!r} asks for {self._what} and is in no {self._kind} group; the groups have the layers "
+            f"{sorted(self)}. List it in the model's {'layer' if self._kind == 'KV' else 'state'}_groups."
         )
 
 
@@ -60,7 +75,7 @@ class SplitAttention:
 
     def __init__(
         self,
-        groups: Sequence[KVGroup],
+        groups: Sequence[KVGroup | StateGroup],
         metadata: Sequence[Any],
         *,
         uncaptured: Collection[int],
@@ -79,10 +94,23 @@ class SplitAttention:
             return self._captured_attention(inputs)
 
         def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            now = [self._current[i] if i in self._built else held for i, held in enumerate(self._captured)]
-            return PagedAttention(self._groups, now)(inputs._replace(query=query, key=key, value=value))
+            return self._now()(inputs._replace(query=query, key=key, value=value))
 
         return self._split_op(eager, inputs.query, inputs.key, inputs.value)
+
+    def recur(self, layer: int, inputs: StateInputs) -> torch.Tensor:
+        """See `RecurrentAttention`."""
+        if layer not in self._uncaptured_layers:
+            return self._captured_attention.recur(layer, inputs)
+
+        def eager(x: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+            return self._now().recur(layer, inputs._replace(x=x, decay=decay, beta=beta))
+
+        return self._split_op(eager, inputs.x, inputs.decay, inputs.beta)
+
+    def _now(self) -> PagedAttention:
+        now = [self._current[i] if i in self._built else held for i, held in enumerate(self._captured)]
+        return PagedAttention(self._groups, now)
 
 
 def _write(group: KVGroup, metadata: Any, inputs: AttentionInputs) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The KV groups of a model: layers that share a backend, a spec and a block table, each with its own cache."""
+"""The groups of a model: layers that share a backend, a spec and a block table, each with its own cache."""
 
 from __future__ import annotations
 
@@ -11,14 +11,29 @@ from typing import Any, TypeAlias
 
 import torch
 
-from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected
-from builders import AttentionKind, AttentionSpec, BatchBuffers, BatchError, MetadataBuilder, RequestTables
+from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected, StateBackend, select
+from builders import (
+    AttentionKind,
+    AttentionSpec,
+    BatchBuffers,
+    BatchError,
+    MetadataBuilder,
+    RequestTables,
+    StateBuilder,
+    StateSpec,
+)
 from builders.errors import require
 from spec_decode.model_api import DraftModel, LayerGroup, TargetModel, batch_invariance
 from spec_decode.paged.metadata_plan import GroupFacts
+from spec_decode.paged.state_group import StateGroup, bytes_of_slot
 
-BackendChoice: TypeAlias = AttentionBackend | Mapping[str, AttentionBackend] | Callable[[LayerGroup], AttentionBackend]
-"""One backend for all of a model's groups, a mapping from group name to backend, or a function of the group."""
+BackendChoice: TypeAlias = (
+    AttentionBackend | Mapping[str, AttentionBackend | StateBackend] | Callable[[LayerGroup], AttentionBackend]
+)
+"""One backend for all of a model's KV groups, a mapping from group name to backend, or a function of the group. A state
+group that no mapping names gets the first backend that supports it."""
+_JOURNAL_STEPS = 2
+"""Steps whose tokens a journal holds. With one, every step writes its checkpoints; more take memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +45,10 @@ class KVGroup:
     spec: AttentionSpec
     caches: dict[int, KVCache]
     """Layer index -> cache."""
+
+    @property
+    def num_pages(self) -> int:
+        return min(cache.num_pages for cache in self.caches.values())
 
     def facts(self, device: torch.device) -> GroupFacts:
         """Return what the choice of a strategy depends on."""
@@ -70,7 +89,9 @@ def make_group(
             f"group {name} needs a backend for [{spec.describe()}] on {device.type}, but {backend.name} rejects it: "
             f"{'; '.join(answer.reasons)}. Nothing was allocated; choose another backend."
         )
-    _require_memory(name, spec, len(layers), num_pages, device)
+    width = spec.head_dim if spec.kind is AttentionKind.MLA else spec.head_dim + spec.out_dim
+    needed = len(layers) * num_pages * spec.page_size * spec.num_kv_heads * width * spec.cache_dtype.itemsize
+    _require_memory(name, f"{num_pages} pages of {spec.page_size} tokens in {len(layers)} layers", needed, device)
     caches = {layer: backend.allocate_kv(spec, num_pages, device) for layer in layers}
     for cache in caches.values():
         _zero(cache.key)
@@ -79,10 +100,10 @@ def make_group(
 
 
 class CachesTooLarge(BatchError):
-    """KV caches larger than the device's memory. problem: the message without its remedy."""
+    """Caches larger than the device's memory. problem: the message without its remedy."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(f"{problem}. Use fewer or smaller pages.")
+        super().__init__(f"{problem}. Use fewer or smaller pages, or fewer requests at once.")
         self.problem = problem
 
 
@@ -94,17 +115,14 @@ def _zero(cache: torch.Tensor) -> None:
         cache.zero_()
 
 
-def _require_memory(name: str, spec: AttentionSpec, num_layers: int, num_pages: int, device: torch.device) -> None:
-    width = spec.head_dim if spec.kind is AttentionKind.MLA else spec.head_dim + spec.out_dim
-    needed = num_layers * num_pages * spec.page_size * spec.num_kv_heads * width * spec.cache_dtype.itemsize
+def _require_memory(name: str, what: str, needed: int, device: torch.device) -> None:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > total:
         raise CachesTooLarge(
-            f"group {name} needs {num_pages} pages of {spec.page_size} tokens in {num_layers} layers, "
-            f"{needed / 2**30:.1f} GiB, but {device} has {total / 2**30:.1f}"
+            f"group {name} needs {what}, {needed / 2**30:.1f} GiB, but {device} has {total / 2**30:.1f}"
         )
 
 
@@ -145,6 +163,47 @@ def make_groups(
     ]
 
 
+def state_groups_of(model: TargetModel, query_len: int, *, tree: bool = False) -> list[LayerGroup[StateSpec]]:
+    """Return the model's state groups for steps of query_len tokens, with tree set in their specs."""
+    groups = model.state_groups(_JOURNAL_STEPS * query_len)
+    return [replace(group, spec=replace(group.spec, tree=tree)) for group in groups]
+
+
+def make_state_groups(
+    name: str,
+    layer_groups: Sequence[LayerGroup[StateSpec]],
+    choice: BackendChoice,
+    num_slots: int,
+    device: torch.device,
+) -> list[StateGroup]:
+    """Allocate groups, named as `make_groups` names several, with num_slots slots. Raises BatchError for a backend that
+    does not support its group, NoBackend if none does, and CachesTooLarge."""
+    made = []
+    for group in layer_groups:
+        backend, count = _state_backend(name, group, choice, device), len(group.layers)
+        needed = count * num_slots * bytes_of_slot(group.spec)
+        _require_memory(f"{name} {group.name}", f"the states of {num_slots} requests in {count} layers", needed, device)
+        states = backend.allocate_state(group.spec, count, num_slots, device)
+        caches = dict(zip(group.layers, states, strict=True))
+        made.append(StateGroup(name=f"{name} {group.name}", backend=backend, spec=group.spec, caches=caches))
+    return made
+
+
+def _state_backend(
+    name: str, group: LayerGroup[StateSpec], choice: BackendChoice, device: torch.device
+) -> StateBackend:
+    if not isinstance(choice, Mapping) or group.name not in choice:
+        return select(group.spec, device).backend
+    backend = choice[group.name]
+    require(
+        isinstance(backend, StateBackend),
+        f"state group {group.name!r} of the {name} has the backend {backend!r:.200}. Pass "
+        "attn_backends.get_state(NAME), or leave the group out.",
+    )
+    assert isinstance(backend, StateBackend)
+    return backend
+
+
 def _backend(name: str, group: LayerGroup, choice: BackendChoice) -> AttentionBackend:
     if isinstance(choice, AttentionBackend):
         return choice
@@ -160,42 +219,53 @@ def _backend(name: str, group: LayerGroup, choice: BackendChoice) -> AttentionBa
         f"KV group {group.name!r} of the {name} has no backend among {sorted(choice)}. Add one, or pass one "
         "backend for all groups.",
     )
-    return choice[group.name]
+    backend = choice[group.name]
+    require(
+        isinstance(backend, AttentionBackend),
+        f"KV group {group.name!r} of the {name} has the backend {backend!r:.200}. Pass attn_backends.get(NAME).",
+    )
+    assert isinstance(backend, AttentionBackend)
+    return backend
 
 
 def products_of(
-    model: TargetModel | DraftModel, groups: Sequence[KVGroup]
+    model: TargetModel | DraftModel, groups: Sequence[KVGroup | StateGroup]
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Return a factory for the context to run the model in: its products are batch invariant if the groups' specs are.
+    """Return a factory for the context to run the model in: its products are batch invariant if the KV groups' specs
+    are.
 
     Raises BatchError if only some groups are batch invariant, or if the model cannot be.
     """
-    requested = {group.spec.batch_invariant for group in groups}
+    specs = [group.spec for group in groups if isinstance(group, KVGroup)]
+    requested = {spec.batch_invariant for spec in specs}
     require(
         requested == {False} or (requested == {True} and model.batch_invariant),
         "batch invariance must hold for all groups or none, and for the model's products with them, got "
-        f"{[group.spec.batch_invariant for group in groups]} and {type(model).__name__}, which "
+        f"{[spec.batch_invariant for spec in specs]} and {type(model).__name__}, which "
         f"{'can' if model.batch_invariant else 'cannot'}; its tokens would still depend on the batch. "
         "Use a model built from this library's layers, or omit batch_invariant.",
     )
     return partial(batch_invariance, True in requested)
 
 
-def check_pools(groups: Sequence[KVGroup], tables: RequestTables) -> None:
+def check_pools(groups: Sequence[KVGroup | StateGroup], tables: RequestTables) -> None:
     """Raise BatchError for tables that can name pages beyond a group's caches."""
     for group, pages in zip(groups, tables.num_pages, strict=True):
-        held = min(cache.num_pages for cache in group.caches.values())
         require(
-            pages <= held,
-            f"the tables of group {group.name} can name {pages} pages, but its caches have {held}; a kernel would read "
-            "and write outside them. Use one count.",
+            pages <= group.num_pages,
+            f"the tables of group {group.name} can name {pages} pages, but its caches have {group.num_pages}; a kernel "
+            "would read and write outside them. Use one count.",
         )
 
 
 def build_ragged(
-    groups: Sequence[KVGroup], tables: RequestTables, query_lens: Sequence[int], seq_lens: Sequence[int]
+    groups: Sequence[KVGroup | StateGroup],
+    tables: RequestTables,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
 ) -> tuple[BatchBuffers, list[Any]]:
     """Build eager batch state and group metadata for host-known lengths: request r's last query_lens[r] of seq_lens[r].
+    The tokens are certain, so states absorb them.
 
     Raises BatchError, before any launch, for lengths beyond the requests' limits, and as `check_pools`.
     """
@@ -214,5 +284,7 @@ def build_ragged(
             host_seq_lens=seq_lens,
             host_seq_lens_exact=True,
         )
-        metadata.append(group.make_builder(tables, num_tokens).build(view))
+        builder = group.make_builder(tables, num_tokens)
+        certain = {"absorb": True} if isinstance(builder, StateBuilder) else {}
+        metadata.append(builder.build(view, **certain))
     return batch, metadata

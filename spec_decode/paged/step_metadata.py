@@ -21,6 +21,7 @@ from spec_decode.graphs import GraphKey, GraphManager, SplitOp
 from spec_decode.paged.attention import PagedAttention, SplitAttention
 from spec_decode.paged.kv_groups import KVGroup, check_pools
 from spec_decode.paged.metadata_plan import MetadataPlan, MetadataUpdate
+from spec_decode.paged.state_group import StateGroup
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
 
 
@@ -34,7 +35,7 @@ class StepBuffers:
 
     def __init__(
         self,
-        groups: Sequence[KVGroup],
+        groups: Sequence[KVGroup | StateGroup],
         tables: RequestTables,
         plan: MetadataPlan,
         *,
@@ -57,6 +58,7 @@ class StepBuffers:
         self.built_groups = plan.built_groups
         """Indices of the groups that the host builds, from the state of a step, which must be set first."""
         self._groups = tuple(groups)
+        self._states = [(index, group) for index, group in enumerate(groups) if isinstance(group, StateGroup)]
         self._rebuilt = plan.rebuild_groups
         self._in_graph = [i for i, group in enumerate(plan.groups) if group.update is MetadataUpdate.IN_GRAPH]
         self._built_per_round = [i for i, group in enumerate(plan.groups) if group.built_per_round]
@@ -115,6 +117,16 @@ class StepBuffers:
         if not self.built_groups:
             set_extend_state(self.batch, context_lens, size, self.query_len)
         self.advance_metadata()
+
+    def end_step(self) -> None:
+        """Count the step's tokens in the recurrent states, after the model's forward; graph-safe."""
+        for index, group in self._states:
+            group.end_step(self.metadata[index])
+
+    def keep_accepted(self, path: torch.Tensor) -> None:
+        """Keep each tree's accepted path, int64 [size, K], in the recurrent states, after `end_step`; graph-safe."""
+        for index, group in self._states:
+            group.move_accepted(self.metadata[index], path)
 
     def set_trees(self, parents: torch.Tensor) -> None:
         """Turn the chain in each row into a root and its tree: set masks and positions.

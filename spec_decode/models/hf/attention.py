@@ -1,19 +1,21 @@
-"""An attention function for `transformers` that delegates every layer's attention to the caller of the model.
+"""An attention function for `transformers` that delegates every layer's attention to the caller of the model, and its
+recurrence if it has one.
 
 Legend: T flat tokens, D head dim, E value dim; the library's own layout is [1, heads, T, dim].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from builders import AttentionSpec
+from attn_backends import StateInputs
+from builders import AttentionSpec, StateSpec
 from spec_decode.model_api import AttentionInputs
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.hf import absent
@@ -45,21 +47,42 @@ class UnservedModel(CheckpointError):
     """A model whose attention or logits this library cannot compute; the message names the layer and the reason."""
 
 
-Serve = Callable[[AttentionInputs, AttentionSpec], torch.Tensor]
-"""Computes one layer's attention [T, Hq, E] from its inputs: query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, E],
-already rotated, and sinks. The spec is the one that the layer requests, with pages of one token."""
+class Serve(Protocol):
+    """Computes what mixes the tokens of a layer. A spec is the one that the layer requests, with pages of one token, or
+    a journal of one."""
+
+    def attend(self, inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
+        """Return attention [T, Hq, E] of inputs: query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, E], already
+        rotated, and sinks."""
+        ...
+
+    def recur(self, layer: int, inputs: StateInputs, spec: StateSpec) -> torch.Tensor:
+        """Return the outputs [T, num_value_heads, value_dim] of a recurrent layer."""
+        ...
+
 
 _SERVE: ContextVar[Serve] = ContextVar("serve")
 
 
 @contextmanager
 def serving(serve: Serve) -> Iterator[None]:
-    """In this context and thread, let `serve` compute the attention of models that use ATTENTION_NAME."""
+    """In this context and thread, let `serve` compute the attention of models that use ATTENTION_NAME, and the
+    recurrence of wrapped layers."""
     token = _SERVE.set(serve)
     try:
         yield
     finally:
         _SERVE.reset(token)
+
+
+def server() -> Serve:
+    """Return who serves in this context and thread. Raises UnservedModel for a model that was called directly."""
+    if (serve := _SERVE.get(None)) is None:
+        raise UnservedModel(
+            "this model belongs to a TransformersTarget, which computes its attention, and was called directly. Call "
+            "the target, or load the model again for other uses."
+        )
+    return serve
 
 
 def _attention(
@@ -73,12 +96,7 @@ def _attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that the library calls for each layer; returns [1, T, Hq, E] and no attention weights."""
-    serve = _SERVE.get(None)
-    if serve is None:
-        raise UnservedModel(
-            "this model belongs to a TransformersTarget, which computes its attention, and was called directly. Call "
-            "the target, or load the model again for other uses."
-        )
+    serve = server()
     window, soft_cap, sinks = (others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
     _refuse_unsupported_attention(module, query, attention_mask, scaling, dropout, others)
     assert scaling is not None
@@ -97,7 +115,7 @@ def _attention(
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     layer: Any = module.layer_idx
     sinks = None if sinks is None else sinks.float()
-    return serve(AttentionInputs(layer, query, key, value, sinks=sinks), spec)[None], None
+    return serve.attend(AttentionInputs(layer, query, key, value, sinks=sinks), spec)[None], None
 
 
 def _refuse_unsupported_attention(
@@ -132,8 +150,8 @@ def _refuse_unsupported_attention(
 def unserved(reason: str) -> UnservedModel:
     """Return the error for an unsupported model; `reason` says which part of it does what."""
     return UnservedModel(
-        "a target's layers must use causal softmax attention over their own keys and values, and mix tokens in no "
-        f"other way: {reason}. Use another model."
+        "a target's layers must use causal softmax attention over their own keys and values, or the gated delta rule, "
+        f"and mix tokens in no other way: {reason}. Use another model."
     )
 
 

@@ -8,23 +8,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from builders import AttentionSpec
-from spec_decode.model_api import Attention, AttentionInputs, LayerGroup, TargetModel, TargetStates
+from attn_backends import StateInputs
+from builders import AttentionSpec, StateSpec
+from spec_decode.model_api import (
+    Attention,
+    AttentionInputs,
+    LayerGroup,
+    RecurrentAttention,
+    TargetModel,
+    TargetStates,
+)
 from spec_decode.models.checkpoints.files import CheckpointError, is_finite
 from spec_decode.models.decoder import check_aux_layers
 from spec_decode.models.hf.attention import ATTENTION_NAME, serving, unserved
 from spec_decode.models.hf.hidden_states import capturing, set_hooks
+from spec_decode.models.hf.state_layers import LINEAR_ATTENTION, STATE_LAYERS, state_layers, wrap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PROBE_TOKENS = 2
+S = TypeVar("S", AttentionSpec, StateSpec)
 _SERVED_LAYER_TYPES = ("full_attention", "sliding_attention")
 _LOGIT_FIELDS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 """Config fields that change logits: Cohere multiplies, Granite divides, Gemma caps."""
@@ -35,8 +45,9 @@ _LARGER = {torch.float16: "Load it in bfloat16 or float32", torch.bfloat16: "Loa
 class TransformersTarget(TargetModel):
     """A causal language model of `transformers`, in eval mode on one device.
 
-    The target takes over the model: it replaces the model's attention, and a direct call of the model raises
-    UnservedModel. At construction, a forward over two tokens records the attention that each layer requests. A forward
+    The target takes over the model: it replaces the model's attention and recurrences, and a direct call of the model
+    raises UnservedModel. At construction, each recurrent layer is compared with its own forward, and a forward over two
+    tokens records the attention or recurrence that each layer requests. A forward
     runs on the device only, so a graph can hold it, unless the library loops over experts (its `eager` experts).
     """
 
@@ -62,11 +73,12 @@ class TransformersTarget(TargetModel):
         check_aux_layers(self.aux_hidden_state_layers, self.num_layers)
         num_states = 1 if aux_hidden_state_layers is None else len(aux_hidden_state_layers)
         self.target_states_size = num_states * self.hidden_size
-        self._specs: dict[int, AttentionSpec] = {}
+        self._specs: dict[int, AttentionSpec | StateSpec] = {}
         _silence_padding_warning(model)
         model.set_attn_implementation(ATTENTION_NAME)
         if self.config._attn_implementation != ATTENTION_NAME:
             raise unserved(f"{type(model).__name__} does not use the library's attention interface")
+        wrap(state_layers(model))
         self._probe()
         if self.aux_hidden_state_layers is not None:
             set_hooks(self._decoder, self.num_layers, self.aux_hidden_state_layers)
@@ -97,26 +109,30 @@ class TransformersTarget(TargetModel):
         """Return one group for each distinct spec, named `full` or `sliding`; a number distinguishes groups that share
         a name."""
         groups: list[LayerGroup] = []
-        for spec in dict.fromkeys(self._specs[layer] for layer in sorted(self._specs)):
+        for spec, layers in self._layers_by_spec(AttentionSpec).items():
             name = "full" if spec.sliding_window is None else "sliding"
             same = sum(group.name.split("_")[0] == name for group in groups)
-            layers = tuple(layer for layer in sorted(self._specs) if self._specs[layer] == spec)
             name = f"{name}_{same + 1}" if same else name
             groups.append(LayerGroup(name=name, spec=replace(spec, page_size=page_size), layers=layers))
         return groups
+
+    def state_groups(self, journal: int) -> list[LayerGroup[StateSpec]]:
+        """Return one group for each distinct spec: `state`, `state_2` and so on."""
+        return [
+            LayerGroup(name=f"state_{i}" if i > 1 else "state", spec=replace(spec, journal=journal), layers=layers)
+            for i, (spec, layers) in enumerate(self._layers_by_spec(StateSpec).items(), 1)
+        ]
+
+    def _layers_by_spec(self, kind: type[S]) -> dict[S, tuple[int, ...]]:
+        specs = {layer: spec for layer, spec in sorted(self._specs.items()) if isinstance(spec, kind)}
+        return {spec: tuple(each for each in specs if specs[each] == spec) for spec in specs.values()}
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
         """Compute the states for token_ids and positions, int64 [T]; hidden holds those after the final norm.
 
         Raises UnservedModel if a layer requests other attention than at construction.
         """
-
-        def serve(inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
-            if spec != (expected := self._specs.get(inputs.layer)):
-                raise unserved(f"layer {inputs.layer} requests {spec}, and requested {expected} at construction")
-            return attention(inputs)
-
-        with serving(serve), capturing() as states:
+        with serving(_Serving(self._specs, attention)), capturing() as states:
             out = self._decoder(**self._inputs(token_ids, positions))
         hidden: torch.Tensor = out.last_hidden_state[0]
         if self.aux_hidden_state_layers is None:
@@ -148,34 +164,34 @@ class TransformersTarget(TargetModel):
     @torch.no_grad()
     def _probe(self) -> None:
         """Run two tokens, record what each layer requests, and compare this target's logits with the model's own."""
-        requested: dict[int, list[AttentionSpec]] = {}
         states: list[torch.Tensor] = []
-
-        def record(inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
-            requested.setdefault(inputs.layer, []).append(spec)
-            return inputs.value.repeat_interleave(spec.group_size, 1)
-
+        recording = _Recording()
         tokens = torch.arange(_PROBE_TOKENS, device=self.embed.weight.device)
         handle = self._decoder.register_forward_hook(lambda _, __, out: states.append(out.last_hidden_state[0]))
         try:
-            with serving(record):
+            with serving(recording):
                 logits = self.model(**self._inputs(tokens, tokens)).logits[0]
         finally:
             handle.remove()
         if not states:
             raise unserved(f"{type(self.model).__name__} bypasses its decoder, {type(self._decoder).__name__}")
-        self._check_layers(requested)
-        self._specs = {layer: spec for layer, (spec,) in requested.items()}
+        self._check_layers(recording.requested)
+        self._specs = {layer: spec for layer, (spec,) in recording.requested.items()}
         self._check_logits(states[0], logits)
 
-    def _check_layers(self, requested: dict[int, list[AttentionSpec]]) -> None:
+    def _check_layers(self, requested: dict[int, list[AttentionSpec | StateSpec]]) -> None:
         types = dict(enumerate(getattr(self.config, "layer_types", None) or ()))
         mask_window = self._mask_window() if not types else None
         for layer in sorted(requested.keys() | set(range(self.num_layers))):
             specs = requested.get(layer, [])
             if len(specs) != 1:
                 raise unserved(f"layer {layer} called attention {len(specs)} times in a forward, not once")
-            kind, window = types.get(layer), specs[0].sliding_window
+            kind, recurs = types.get(layer), isinstance(specs[0], StateSpec)
+            if kind and (kind == LINEAR_ATTENTION) != recurs:
+                raise unserved(
+                    f"layer {layer} is of type {kind}, but calls {'a recurrence' if recurs else 'attention'}"
+                )
+            window = getattr(specs[0], "sliding_window", None)
             if kind and (kind == "sliding_attention") != (window is not None):
                 raise unserved(f"layer {layer} is of type {kind}, but requests a window of {window} tokens")
             if mask_window is not None and window is None:
@@ -208,6 +224,42 @@ class TransformersTarget(TargetModel):
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """A `Serve` of layers that must request what they requested at construction."""
+
+    specs: dict[int, AttentionSpec | StateSpec]
+    attention: Attention
+
+    def attend(self, inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
+        self._check(inputs.layer, spec)
+        return self.attention(inputs)
+
+    def recur(self, layer: int, inputs: StateInputs, spec: StateSpec) -> torch.Tensor:
+        self._check(layer, spec)
+        return cast(RecurrentAttention, self.attention).recur(layer, inputs)
+
+    def _check(self, layer: int, spec: AttentionSpec | StateSpec) -> None:
+        if spec != (expected := self.specs.get(layer)):
+            raise unserved(f"layer {layer} requests {spec}, and requested {expected} at construction")
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """A `Serve` that records what each layer requests, and returns its values."""
+
+    requested: dict[int, list[AttentionSpec | StateSpec]] = field(default_factory=dict)
+
+    def attend(self, inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
+        self.requested.setdefault(inputs.layer, []).append(spec)
+        return inputs.value.repeat_interleave(spec.group_size, 1)
+
+    def recur(self, layer: int, inputs: StateInputs, spec: StateSpec) -> torch.Tensor:
+        self.requested.setdefault(layer, []).append(spec)
+        heads, dim = spec.num_value_heads, spec.value_dim
+        return inputs.x[:, -heads * dim :].reshape(-1, heads, dim)
+
+
 def _decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the layers with embedding and final norm, or the model itself if it has no separate decoder."""
     # In older versions of the library, some models return themselves; use their base then.
@@ -236,13 +288,14 @@ def _refuse_unsupported_architectures(model: PreTrainedModel, config: Any) -> No
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise unserved(f"{name} is an encoder-decoder")
-    if getattr(model, "_is_stateful", False):
+    wrapped = state_layers(model)
+    if getattr(model, "_is_stateful", False) and not wrapped:
         raise unserved(
-            f"{name} keeps state other than keys and values (recurrent, convolutional or compressed), which cannot be "
-            "rolled back when a draft is rejected"
+            f"{name} keeps state other than keys and values (recurrent, convolutional or compressed), in layers of "
+            f"other classes than {', '.join(STATE_LAYERS)}"
         )
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in _SERVED_LAYER_TYPES:
+        if kind not in _SERVED_LAYER_TYPES and not (kind == LINEAR_ATTENTION and layer in wrapped):
             raise unserved(f"layer {layer} of {name} is of type {kind}, not {' or '.join(_SERVED_LAYER_TYPES)}")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise unserved(f"{name} has no output projection to a vocabulary")

@@ -1,4 +1,4 @@
-"""A draft without `LLM`, under a target that `LLM` rejects: transformers' Qwen3.5 with full and linear attention."""
+"""A draft in another engine, whose target is transformers' Qwen3.5 with full and linear attention."""
 
 import json
 

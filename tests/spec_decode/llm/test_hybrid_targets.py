@@ -1,0 +1,117 @@
+"""Hybrid targets from their folders: greedy texts of `LLM` are those of `transformers`, however they are drafted."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spec_decode.llm import LLM, SamplingParams
+from spec_decode.models import CheckpointError, TransformersTarget
+from spec_decode.trees import DraftTree
+from tests.spec_decode.engine.hybrid_helpers import (
+    FAMILIES,
+    NEW,
+    PROMPTS,
+    SIZES,
+    VOCAB,
+    make_model,
+    transformers,
+    wanted,
+)
+from tests.spec_decode.llm.test_published import write_tokenizer
+from tests.spec_decode.models.generated import make_causal
+from tests.spec_decode.models.generated_mtp import QWEN_CONFIG, QWEN_MOE_CONFIG, make_mtp
+
+WORDS = ["<end>", *(f"w{i}" for i in range(VOCAB - 1))]
+GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "draft": {"draft": "draft", "num_speculative_tokens": 3},
+    "draft in graphs": {"draft": "draft", "num_speculative_tokens": 3, "strategy": "full_loop"},
+    "tree": {"draft": "draft", "num_speculative_tokens": 2, "tree": DraftTree((0, 0, 1, 2))},
+    "own MTP layer": {"draft": "", "num_speculative_tokens": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the folder of a family's model, with the layer that drafts for it as Qwen publishes both, and with the
+    folder of a small language model in it."""
+
+    @cache
+    def folder(family: str) -> Path:
+        path = tmp_path_factory.mktemp(family)
+        write_tokenizer(path, WORDS)
+        make_model(family).save_pretrained(path)
+        draft = make_causal(vocab_size=VOCAB, max_position_embeddings=96)
+        (path / "draft").mkdir()
+        draft.write(path / "draft")
+        config = json.loads((path / "config.json").read_text())
+        sizes = {name: SIZES[name] for name in ("vocab_size", "intermediate_size", "num_attention_heads", "head_dim")}
+        sizes |= {"num_key_value_heads": SIZES["num_key_value_heads"], **FAMILIES[family]}
+        layer = make_mtp({**(QWEN_MOE_CONFIG if FAMILIES[family] else QWEN_CONFIG["text_config"]), **sizes, **config})
+        tensors = load_file(path / "model.safetensors") | layer.tensors
+        save_file({name: each.contiguous() for name, each in tensors.items()}, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+        return path
+
+    return folder
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_texts_match_those_of_transformers(family: str, settings: str, folder_of: Any) -> None:
+    folder, options = folder_of(family), dict(SETTINGS[settings])
+    if "draft" in options:
+        options["draft"] = folder / options["draft"]
+    llm = LLM(folder, device="cpu", max_model_len=48, max_num_seqs=3, **options)
+    texts = [list(found.token_ids) for found in llm.generate(PROMPTS, GREEDY, progress=False)]
+    stats = llm.engine.stats
+    assert texts == wanted(family) and stats.lost_states == 0 and (stats.accepted > 0) == ("draft" in options)
+
+
+def test_explain_names_the_state_group(folder_of: Any) -> None:
+    llm = LLM(folder_of("Qwen3NextConfig"), device="cpu")
+    assert llm.backends.target["state"].name == "torch_state"
+    lines = [line for line in llm.explain().splitlines() if line.startswith("target [")]
+    assert [line.split(": ")[-1] for line in lines] == ["torch_reference", "torch_state"]
+    assert lines[1].startswith("target [gated_delta, 4/2 heads, dim 8/6, convolution 4, journal 2, float32")
+
+
+def test_changed_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("Qwen3_5TextConfig")
+    layer = model.model.layers[2].linear_attn
+    own = type(layer).forward
+    monkeypatch.setattr(type(layer), "forward", lambda self, x, **_: own(self, x) * (1 + 0.01 * self.layer_idx))
+    with pytest.raises(
+        CheckpointError, match=r"layer 2 \(Qwen3_5GatedDeltaNet\) .* rule .*: its outputs differ by up to"
+    ):
+        TransformersTarget(model)
+    del layer.in_proj_z
+    with pytest.raises(CheckpointError, match=r"layer 2 .*: AttributeError: .*in_proj_z"):
+        TransformersTarget(model)
+
+
+def test_other_recurrent_layers_are_refused_by_name() -> None:
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")}
+    config = transformers.Lfm2Config(**sizes, num_hidden_layers=2, layer_types=["full_attention", "conv"])
+    with pytest.raises(CheckpointError, match="layer 1 of Lfm2ForCausalLM is of type conv"):
+        TransformersTarget(transformers.Lfm2ForCausalLM(config))
+    model = make_model("Qwen3_5TextConfig")
+    model.config.layer_types = ["linear_attention", "linear_attention", "full_attention"]
+    with pytest.raises(CheckpointError, match="layer 1 of Qwen3_5ForCausalLM is of type linear_attention"):
+        TransformersTarget(model)
+
+
+def test_wrapped_model_serves_again_and_cannot_be_called() -> None:
+    model = make_model("Qwen3_5TextConfig")
+    TransformersTarget(model)
+    assert len(TransformersTarget(model).state_groups(1)[0].layers) == 2
+    with pytest.raises(CheckpointError, match="was called directly"):
+        model(torch.tensor([[1, 2]]))
