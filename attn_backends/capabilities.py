@@ -244,11 +244,18 @@ def device_reasons(
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return ["needs a CUDA device and this machine has none"]
-        found = torch.cuda.get_device_capability(device)
-        if found < compute_capability:
-            return [f"needs compute capability {compute_capability}, the device has {found}"]
-        if one_major_version and found[0] != compute_capability[0]:
-            return [f"runs on compute capability {compute_capability[0]} only, the device has {found}"]
+        return capability_reasons(compute_capability, one_major_version, torch.cuda.get_device_capability(device))
+    return []
+
+
+def capability_reasons(
+    compute_capability: tuple[int, int], one_major_version: bool, found: tuple[int, int]
+) -> list[str]:
+    """Return why kernels of these claims cannot run on a GPU of the compute capability `found`; empty if they can."""
+    if found < compute_capability:
+        return [f"needs compute capability {compute_capability}, the device has {found}"]
+    if one_major_version and found[0] != compute_capability[0]:
+        return [f"runs on compute capability {compute_capability[0]} only, the device has {found}"]
     return []
 
 

@@ -14,6 +14,7 @@ from attn_backends.fused_writes import FusedLatentWrite
 from attn_backends.kernels.sparse_attention import SparseAttentionArguments, sparse_attention
 from attn_backends.kv_cache import KVCache
 from builders import AttentionKind, AttentionSpec
+from builders.devices import FP8_CAPABILITY, converts_fp8
 from builders.kernels.triton_runtime import TRITON_VERSION, triton_unsupported_reasons
 from builders.sparse_window import SparseWindowBuilder, SparseWindowMetadata
 
@@ -41,7 +42,11 @@ class SparseSwaMla(FusedLatentWrite, AttentionBackend):
     )
 
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        return triton_unsupported_reasons(device.type)
+        reasons = triton_unsupported_reasons(device.type)
+        if spec.cache_dtype == torch.float8_e4m3fn and not converts_fp8(device):
+            found = torch.cuda.get_device_capability(device)
+            reasons.append(f"an fp8_ds_mla cache needs compute capability {FP8_CAPABILITY}, the device has {found}")
+        return reasons
 
     def forward(
         self, query: Tensor, cache: KVCache, metadata: SparseWindowMetadata, *, spec: AttentionSpec, sinks: Sinks = None

@@ -20,10 +20,11 @@ from torch.nn import functional as F
 
 from benchmarks.cases.products import cold_copies
 from benchmarks.measure import copy_bandwidth, time_in_turn
+from builders.devices import room_of
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.kernels.narrow_linear import narrow_linear
 from spec_decode.models.kernels.streamed_linear import StreamedLinear
-from spec_decode.models.kernels.streamed_tiling import StreamedTiling, room_of, streamed_tiling
+from spec_decode.models.kernels.streamed_tiling import StreamedTiling, streamed_tiling
 
 _DEVICE = torch.device("cuda")
 _WEIGHTS = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (128256, 4096, False))

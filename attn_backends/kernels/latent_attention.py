@@ -20,6 +20,7 @@ from attn_backends.kernels.paged_attention import (
     seen_in_tree,
     split_range,
 )
+from builders.devices import Room, room_of
 from builders.errors import require
 from builders.kernels.op import define_op
 from builders.kernels.rows import whole_rows
@@ -29,8 +30,6 @@ from builders.paged import SPLIT_TOKENS
 
 DIMS = (16, 32, 64, 128, 256, 512)
 """Value dims and rotary dims that the kernel's tiles cover."""
-_SHARED_MEMORY = 227 * 1024
-"""Maximum bytes of shared memory per program on Hopper."""
 
 
 class LatentAttentionArguments(NamedTuple):
@@ -121,7 +120,8 @@ class LatentAttentionArguments(NamedTuple):
         partial = query.new_empty(splits, tokens, heads, value_dim, dtype=torch.float32) if split else out
         lse = query.new_empty(splits, tokens, heads, dtype=torch.float32) if split else out
         invariant = self.batch_invariant
-        config = config or tile_config(heads if invariant else self.max_query_len * heads, dim, query.element_size())
+        rows, room = heads if invariant else self.max_query_len * heads, room_of(query.device)
+        config = config or tile_config(rows, dim, query.element_size(), room)
         tiles = cdiv(self.max_query_len * heads, config["BLOCK_M"])
         page_size = self.latent_cache.shape[1]
         latent_attention_kernel[(self.seq_lens.shape[0] * tiles, splits)](
@@ -161,24 +161,33 @@ class LatentAttentionArguments(NamedTuple):
         return out.to(query.dtype)
 
 
-def tile_config(rows: int, dim: int, element_size: int) -> dict[str, int]:
+def tile_config(rows: int, dim: int, element_size: int, room: Room) -> dict[str, int]:
     """Choose tile, warps and pipeline stages for this many rows per request: the largest block that fits shared memory.
 
     Measured on an H200. Up to 16 rows the loads are the bottleneck. More than 32 rows fill the 64 that two warpgroups
-    work on; their registers hold no more than 64 rows of the accumulator.
+    work on; their registers hold no more than 64 rows of the accumulator, and without warpgroups no more than 32.
     """
     if element_size == 4:
         block_m, block_n, warps, stages = 16, 16, 8, 2
     elif rows <= 16:
         block_m, block_n, warps, stages = 16, 64, 4, 3
-    elif rows <= 32:
+    elif rows <= 32 or not room.wgmma:
         block_m, block_n, warps, stages = 32, 64, 8, 3
     else:
         block_m, block_n, warps, stages = 64, 64, 8, 2
-    # Triton keeps one buffer per stage for wgmma, which starts at 64 rows, and one fewer for mma.
-    buffers = stages if block_m == 64 else stages - 1
-    while (block_m * (dim + block_n) + buffers * block_n * dim) * element_size > _SHARED_MEMORY:
-        block_n //= 2
+
+    def needed() -> int:
+        # Triton keeps one buffer per stage for wgmma, which starts at 64 rows, and one fewer for mma.
+        buffers = stages if block_m == 64 else stages - 1
+        return (block_m * (dim + block_n) + buffers * block_n * dim) * element_size
+
+    while needed() > room.shared_memory:
+        if block_n > 16:
+            block_n //= 2
+        elif stages > 2:
+            stages -= 1
+        else:
+            block_m //= 2
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.softmax import softmax_with_sinks
-from builders.devices import num_sms
+from builders.devices import num_sms, room_of
 from builders.errors import BatchError
 from builders.kernels.op import define_op
 from builders.kernels.rows import whole_rows
@@ -190,6 +190,7 @@ class PagedAttentionArguments(NamedTuple):
             tokens=SPLIT_TOKENS if invariant else split_tokens,
             one_per_sm=not invariant and math.prod(grid) <= num_sms(query.device),
             block_m=block_m,
+            wgmma=room_of(query.device).wgmma,
         )
         attention_kernel[grid](
             q_ptr=query,
@@ -279,10 +280,11 @@ def _tokens(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tens
     return cache[pages[:count].long()].flatten(0, 1)[:length].transpose(0, 1).float()
 
 
-def tile_config(*, row_bytes: int, tokens: int, one_per_sm: bool, block_m: int) -> dict[str, int]:
+def tile_config(*, row_bytes: int, tokens: int, one_per_sm: bool, block_m: int, wgmma: bool) -> dict[str, int]:
     """Choose the KV tokens per block and the launch options: the fastest of those tried on an H200.
 
-    row_bytes: of a token's key and value; tokens: per split, approximately; one_per_sm: whether no SM has two programs.
+    row_bytes: of a token's key and value; tokens: per split, approximately; one_per_sm: whether no SM has two programs;
+    wgmma: see `Room`. Without it, registers also hold the operands of 64 rows, and run out with larger tiles.
 
     A program alone on its SM is bound by the latency of its loads, and more warps keep more of them in flight. So is
     one of a block or two, where a pipeline only adds latency. Others are bound by bandwidth: fewer stages let more run.
@@ -291,7 +293,10 @@ def tile_config(*, row_bytes: int, tokens: int, one_per_sm: bool, block_m: int) 
     if tokens <= block_n // 2 and block_n > 16:
         block_n //= 2
     stages = 1 if one_per_sm or tokens <= 2 * block_n else 2
-    return {"BLOCK_N": block_n, "num_warps": 8 if one_per_sm and block_m == 16 else 4, "num_stages": stages}
+    warps = 8 if one_per_sm and block_m == 16 else 4
+    if block_m == 64 and not wgmma:
+        block_n, warps = min(block_n, 32), 8 if row_bytes > 512 else 4
+    return {"BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
 
 paged_attention = define_op("attn_backends::paged_attention", PagedAttentionArguments)

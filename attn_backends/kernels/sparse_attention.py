@@ -16,6 +16,7 @@ import torch
 
 from attn_backends.kernels import fp8_ds_mla
 from attn_backends.kernels.softmax import softmax_with_sinks
+from builders.devices import Room, room_of
 from builders.errors import require, require_tensor, require_vector
 from builders.kernels.op import define_op
 from builders.kernels.rows import whole_rows
@@ -23,7 +24,6 @@ from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
 DIMS = (64, 128, 256, 512)
-PROGRAMS_AT_ONCE = 132  # the SMs of a Hopper GPU: a program's tile fills one
 
 
 class SparseAttentionArguments(NamedTuple):
@@ -123,7 +123,8 @@ class SparseAttentionArguments(NamedTuple):
         query = whole_rows(self.query)
         out = stored_as(self.fake())
         width = self.indices.shape[1]
-        config = tile_config(1 if self.batch_invariant else tokens, heads, query.element_size(), width)
+        fp8, rows = cache.dtype == torch.uint8, 1 if self.batch_invariant else tokens
+        config = tile_config(rows, heads, query.element_size(), width, room_of(query.device), fp8)
         sparse_attention_kernel[(tokens, cdiv(heads, config["BLOCK_M"]))](
             q_ptr=query,
             kv_cache_ptr=self.cache,
@@ -142,7 +143,7 @@ class SparseAttentionArguments(NamedTuple):
             HEADS=heads,
             HEAD_DIM=dim,
             PAGE_SIZE=self.page_size,
-            FP8_DS_MLA=cache.dtype == torch.uint8,
+            FP8_DS_MLA=fp8,
             HAS_SINKS=self.sinks is not None,
             ONE_BLOCK=width <= config["BLOCK_N"],
             FP32_DOT=query.device.type == "cpu",
@@ -152,14 +153,23 @@ class SparseAttentionArguments(NamedTuple):
         return out.to(self.query.dtype)
 
 
-def tile_config(tokens: int, heads: int, element_size: int, width: int) -> dict[str, int]:
-    """Choose heads M and list entries N per tile, and which come first in the dots (tuned on an H200)."""
+def tile_config(tokens: int, heads: int, element_size: int, width: int, room: Room, fp8: bool) -> dict[str, int]:
+    """Choose heads M and list entries N per tile, and which come first in the dots; fp8: of an fp8_ds_mla cache.
+
+    Tuned on an H200. Without wgmma a thread holds its part of both operands in registers, which leaves room for few
+    heads and entries.
+    """
     if element_size == 4:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "TOKENS_FIRST": False, "num_warps": 8, "num_stages": 1}
+    if not room.wgmma:
+        # Latents of 8 bits are converted in fp32. Heads and weights take as much as 20 entries.
+        entry = DIMS[-1] * (4 if fp8 else element_size)
+        block_n = 64 if 64 * entry + 20 * DIMS[-1] * element_size <= room.shared_memory else 32
+        return {"BLOCK_M": 16, "BLOCK_N": block_n, "TOKENS_FIRST": False, "num_warps": 8, "num_stages": 1}
     if width > 128:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "TOKENS_FIRST": False, "num_warps": 8, "num_stages": 1}
     for block_m in (16, 32):
-        if heads <= block_m or tokens * cdiv(heads, block_m) <= PROGRAMS_AT_ONCE:
+        if heads <= block_m or tokens * cdiv(heads, block_m) <= room.num_sms:
             return {"BLOCK_M": block_m, "BLOCK_N": 128, "TOKENS_FIRST": True, "num_warps": 8, "num_stages": 1}
     return {"BLOCK_M": 64, "BLOCK_N": 128, "TOKENS_FIRST": False, "num_warps": 8, "num_stages": 1}
 

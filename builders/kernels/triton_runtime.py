@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from builders.chips import warn_unless_run
 from builders.errors import require
 
 __all__ = ["tl", "triton"]  # re-exported; every other name is defined here
@@ -80,7 +81,8 @@ unset uses it if available."""
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Return the launch options of a kernel that waits for its predecessor itself, so it can start before that ends.
 
-    Raises BatchError if the variable is not 0, 1 or unset, and for 1 if the device does not support it.
+    Raises BatchError if the variable is not 0, 1 or unset, and for 1 if the device does not support it. Every launch
+    asks, so the first one on a chip that no kernel has run on also logs a line.
 
     Programmatic dependent launch needs compute capability 9 and a Triton that supports it. The order of everything
     later on the stream rests on one invariant: a kernel launched with these options takes `PDL: tl.constexpr`, and
@@ -92,6 +94,8 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
         setting in ("", "0", "1"),
         f"{PDL_VARIABLE} must be 0 or 1, got {setting!r}. Set one of them, or unset it.",
     )
+    if device.type == "cuda":
+        warn_unless_run(device)
     if device.type != "cuda" or setting == "0":
         return {"PDL": False}
     found = torch.cuda.get_device_capability(device)

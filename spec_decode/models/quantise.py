@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from builders.errors import did_you_mean, require
+from builders.devices import converts_fp8
+from builders.errors import BatchError, did_you_mean, require
 from spec_decode.model_api import DraftModel, TargetModel
-from spec_decode.models.kernels.fp8_weight import CAPABILITY, READING, Fp8Weight
+from spec_decode.models.kernels.fp8_weight import READING, Fp8Weight
 from spec_decode.models.layers.feed_forward import FeedForward
 from spec_decode.models.layers.grouped_attention import GroupedAttention
 from spec_decode.models.layers.linear import FusingLinear
@@ -64,12 +65,11 @@ def check_format(setting: str, weights: object, dtype: torch.dtype, device: torc
         f"{setting}={weights!r} needs models in bfloat16 or float16, got {str(dtype).removeprefix('torch.')}. Load "
         f"them with dtype bfloat16, or leave {setting} out.",
     )
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        require(
-            capability >= CAPABILITY,
-            f"{setting}={weights!r} needs compute capability 8.9 or more to convert its numbers, {device} has "
-            f"{'.'.join(map(str, capability))}. Leave {setting} out.",
+    if not converts_fp8(device):
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise BatchError(
+            f"{setting}={weights!r} needs compute capability 8.9 or more to convert its numbers, {device} has {found}. "
+            f"Leave {setting} out."
         )
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from attn_backends import Accepted, AttentionBackend, BrokenBackend, MissingPackage, registry
+from attn_backends.capabilities import Capabilities, capability_reasons
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, PROVIDERS, BrokenProvider, load_provider
 from attn_backends.findings import Finding, FindingStatus
 from attn_backends.registry import PlugIn
+from attn_backends.state_capabilities import StateCapabilities
 from builders import CONTRACT_VERSION
+from builders.chips import CHIPS, Chip, evidence_for
 from spec_decode.environment import KERNEL_PACKAGES, environment
 from spec_decode.graphs import loop_unsupported_reason, runtime_for
 from spec_decode.tools.plug_ins import try_plug_ins
@@ -48,6 +52,7 @@ def examine(device: torch.device) -> Iterator[Finding]:
     yield from _fa3_providers()
     try_plug_ins()
     yield from _backends(device)
+    yield from _chips()
     yield from _plug_ins()
 
 
@@ -73,6 +78,7 @@ def _machine(device: torch.device) -> Iterator[Finding]:
     yield Finding("machine", "contract", FindingStatus.OK, ".".join(map(str, CONTRACT_VERSION)))
     if device.type == "cuda":
         yield _tried("machine", "compute capability", lambda: "{}.{}".format(*torch.cuda.get_device_capability(device)))
+        yield _tried("machine", "our kernels", lambda: evidence_for(device))
         yield _tried("machine", "memory", lambda: _memory(device))
 
 
@@ -193,6 +199,30 @@ def _backend_finding(name: str, backend: AttentionBackend, device: torch.device)
     except BaseException as error:  # a plug-in can fail in any way when queried
         return Finding("backends", name, FindingStatus.FAILED, f"{type(error).__name__}: {error}")
     return Finding("backends", name, FindingStatus.OK if served else FindingStatus.REFUSED, detail)
+
+
+def _chips() -> Iterator[Finding]:
+    """Report for each chip what is known of our kernels there, and which of the backends that load here serve it."""
+    for chip in CHIPS:
+        served = ", ".join(name for name, claims in _loaded_claims().items() if _serves(claims, chip))
+        detail = f"our Triton kernels: {chip.evidence}; served by {served}"
+        yield Finding("chips", f"{chip.target} ({chip.cards})", FindingStatus.OK, detail)
+
+
+def _loaded_claims() -> dict[str, Capabilities | StateCapabilities]:
+    found = {}
+    for name in registry.names():
+        with suppress(BrokenBackend):
+            found[name] = registry.get(name).capabilities
+    return found
+
+
+def _serves(claims: Capabilities | StateCapabilities, chip: Chip) -> bool:
+    """Return whether the claims include the chip."""
+    # What needs more than compute capability 8 is written in CUDA.
+    if chip.target.startswith("gfx") and claims.compute_capability > (8, 0):
+        return False
+    return not capability_reasons(claims.compute_capability, claims.one_major_version, chip.capability)
 
 
 def _plug_ins() -> Iterator[Finding]:

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from builders.devices import room_of
 from spec_decode.models.kernels import streamed_linear
 from spec_decode.models.kernels.streamed_shares import StreamedShares, SumShares
-from spec_decode.models.kernels.streamed_tiling import StreamedTiling, room_of, row_blocks, streamed_tiling
+from spec_decode.models.kernels.streamed_tiling import StreamedTiling, row_blocks, streamed_tiling
 from tests.factories import CPU
 from tests.ops.questions import Placed
 from tests.spec_decode.models.kernels.streamed_oracle import FORMS, assert_exact, exact, in_8_bits, make_arguments

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attn_backends import AttentionBackend, Feature
+from attn_backends.capabilities import capability_reasons
 from builders import AttentionSpec
 
 CUDA = torch.device("cuda")
@@ -71,9 +72,8 @@ def serves_blocks(ours: AttentionBackend) -> bool:
 
 def serves_capability(ours: AttentionBackend, capability: tuple[int, int]) -> bool:
     """Return whether the backend's kernels run on a device of this compute capability, vLLM's (major, minor)."""
-    capabilities, found = ours.capabilities, tuple(capability)
-    minimum = capabilities.compute_capability
-    return found >= minimum and (found[0] == minimum[0] or not capabilities.one_major_version)
+    claims = ours.capabilities
+    return not capability_reasons(claims.compute_capability, claims.one_major_version, capability)
 
 
 def cache_reasons(kv_cache_dtype: str | None, dtype: torch.dtype) -> list[str]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from builders.devices import Room, room_of
 from builders.errors import require
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
@@ -67,7 +68,7 @@ class BatchInvariantLinear(NamedTuple):
         (rows, stacked, inputs), outputs = self.x.shape, self.weight.shape[1]
         out = self.fake()
         stored = stored_as(out)
-        tile = tile_of(outputs, self.weight.element_size())
+        tile = tile_of(outputs, self.weight.element_size(), room_of(out.device))
         tiles = rows if self.ends is not None else cdiv(rows, tile["BLOCK_M"])
         if rows and stacked:
             batch_invariant_linear_kernel[(tiles, cdiv(outputs, tile["BLOCK_N"]), stacked)](
@@ -96,18 +97,19 @@ class BatchInvariantLinear(NamedTuple):
         return stored.to(out.dtype)
 
 
-def tile_of(outputs: int, itemsize: int) -> dict[str, int]:
-    """Return a program's rows, outputs and block of inputs, chosen only by the weight's sizes.
+def tile_of(outputs: int, itemsize: int, room: Room) -> dict[str, int]:
+    """Return a program's rows, outputs and block of inputs, chosen only by the weight's sizes and the device.
 
     The best compromise for 1 to 512 rows among those tried on an H200. A narrow weight gets fewer outputs per program,
     so more programs read it.
     """
     if itemsize == 4:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
-    if outputs > 8192:
-        return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
-    block_n, stages = (64, 3) if outputs > 2048 else (32, 4)
-    return {"BLOCK_M": 64, "BLOCK_N": block_n, "BLOCK_K": 128, "num_warps": 4, "num_stages": stages}
+    block_m, block_n, block_k, warps, stages = (
+        (128, 128, 64, 8, 3) if outputs > 8192 else (64, 64, 128, 4, 3) if outputs > 2048 else (64, 32, 128, 4, 4)
+    )
+    stages = min(stages, room.shared_memory // ((block_m + block_n) * block_k * 2))
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages}
 
 
 @triton.jit

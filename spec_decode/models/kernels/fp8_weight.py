@@ -11,11 +11,11 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from builders.devices import converts_fp8
+
 DTYPE = torch.float8_e4m3fn
 READING = (torch.bfloat16, torch.float16)
 """Dtypes of the rows that products multiply by 8-bit weights."""
-CAPABILITY = (8, 9)
-"""The lowest compute capability with instructions that convert float8_e4m3fn."""
 _LARGEST = torch.finfo(DTYPE).max
 _WIDE = torch.arange(256, dtype=torch.uint8).view(DTYPE).float()
 """The value of each byte."""
@@ -126,7 +126,7 @@ def joined_rows(weights: Sequence[Fp8Weight]) -> Fp8Weight:
 
 def reads_fp8(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products of rows in this dtype, on this device, read 8-bit weights."""
-    return dtype in READING and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= CAPABILITY)
+    return dtype in READING and converts_fp8(device)
 
 
 def is_scaled(values: torch.Tensor, scale: torch.Tensor | None) -> bool:

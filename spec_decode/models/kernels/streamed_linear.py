@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from builders.devices import room_of
 from builders.errors import BatchError, require
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
@@ -25,7 +26,6 @@ from spec_decode.models.kernels.streamed_tiling import (
     MAX_GATED_ROWS,
     MAX_ROWS,
     StreamedTiling,
-    room_of,
     streamed_tiling,
 )
 from spec_decode.models.kernels.streamed_tma_kernel import (

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-
-from builders.devices import num_sms
+from builders.devices import Room
 from builders.kernels.sizes import cdiv, next_power_of_2
 
 LEAST_ROWS = 16
@@ -88,27 +86,6 @@ class StreamedTiling:
     num_warps: int
     stages: int
     tma: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """A device's resources: SMs, bytes of shared memory per program, and whether to load tiles with a bulk copy
-    engine."""
-
-    num_sms: int
-    shared_memory: int
-    tma: bool = True
-
-
-@cache
-def room_of(device: torch.device) -> Room:
-    """Return a device's resources; for the CPU, whose interpreter has no shared memory, use an H200's."""
-    if device.type != "cuda":
-        return Room(num_sms(device), 227 * 1024)
-    properties = torch.cuda.get_device_properties(device)
-    shared = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # not in the stub
-    # Later devices also have a bulk copy engine, but these tilings were not measured on them.
-    return Room(num_sms(device), shared, tma=properties.major == 9 and torch.version.hip is None)
 
 
 def most_rows(n: int, k: int, room: Room, *, gated: bool = False) -> int:

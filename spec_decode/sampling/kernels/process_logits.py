@@ -141,7 +141,7 @@ class ProcessLogits(NamedTuple):
             # A product fused into a sum would round otherwise than torch does.
             enable_fp_fusion=False,
             # So that rows without edits, which need 27, keep as many loads in flight.
-            maxnreg=40,
+            **({} if torch.version.hip else {"maxnreg": 40}),  # an option of CUDA's compiler
             **dependent_launch(out.device),
         )
         return out

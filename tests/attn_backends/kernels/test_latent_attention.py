@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from attn_backends.kernels.latent_attention import LatentAttentionArguments, merge_warps, tile_config
 from builders import BatchError
+from builders.devices import Room
 from tests.ops.attention import latent
 
 RIGHT = LatentAttentionArguments(*latent(([1, 3], [6, 17], None)))
@@ -29,22 +30,25 @@ def test_misread_latents_raise_batch_error(change, message):
     assert message in str(refused.value)
 
 
+ROOMS = [Room(132, 232448), Room(108, 166912, False, False), Room(72, 101376, False, False)]
 DIMS = st.sampled_from([16, 32, 64, 128, 256, 512])
 
 
-@given(rows=st.integers(1, 4096), value_dim=DIMS, rotary_dim=DIMS, element_size=st.sampled_from([2, 4]))
-def test_latent_tile_fits_hopper_shared_memory(rows, value_dim, rotary_dim, element_size):
-    dim = value_dim + rotary_dim
-    config = tile_config(rows, dim, element_size)
+@given(
+    rows=st.integers(1, 4096),
+    dims=st.tuples(DIMS, DIMS).filter(lambda dims: sum(dims) <= 576),
+    element_size=st.sampled_from([2, 4]),
+    room=st.sampled_from(ROOMS),
+)
+def test_latent_tile_fits_shared_memory(rows, dims, element_size, room):
+    dim = sum(dims)
+    config = tile_config(rows, dim, element_size, room)
     query, weights = config["BLOCK_M"] * dim, config["BLOCK_M"] * config["BLOCK_N"]
     # Triton keeps one buffer a stage for wgmma, which takes 64 rows or more, and one less for mma.
     latents = config["BLOCK_N"] * dim * (config["num_stages"] - (config["BLOCK_M"] < 64))
     assert config["BLOCK_N"] >= 16
-    assert (query + weights + latents) * element_size <= 232448
-
-
-def test_deepseek_v3_latents_get_largest_tile():
-    assert tile_config(128, 576, 2) == {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+    assert config["BLOCK_M"] >= 16
+    assert (query + weights + latents) * element_size <= room.shared_memory
 
 
 @given(splits=st.integers(2, 64), value_dim=st.sampled_from([16, 128, 512]))

@@ -179,7 +179,7 @@ def test_misread_forward_inputs_raise_batch_error(change, message):
     ],
 )
 def test_tile_config_follows_program_bound(row_bytes, tokens, alone, block_m, tile):
-    config = tile_config(row_bytes=row_bytes, tokens=tokens, one_per_sm=alone, block_m=block_m)
+    config = tile_config(row_bytes=row_bytes, tokens=tokens, one_per_sm=alone, block_m=block_m, wgmma=True)
     assert (config["BLOCK_N"], config["num_warps"], config["num_stages"]) == tile
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from attn_backends.kernels import fp8_ds_mla, sparse_attention
 from attn_backends.kernels.fp8_ds_mla import page_bytes
+from builders.devices import Room
 from builders.errors import BatchError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -175,7 +176,7 @@ def test_misread_sparse_inputs_raise_batch_error(form, changes, message):
 
 @given(st.integers(1, 5000), st.integers(1, 256), st.sampled_from([2, 4]), st.integers(1, 5000))
 def test_sparse_tile_fits_lists_and_tensor_cores(tokens, heads, element_size, width):
-    tile = sparse_attention.tile_config(tokens, heads, element_size, width)
+    tile = sparse_attention.tile_config(tokens, heads, element_size, width, Room(132, 232448), False)
     if tile["TOKENS_FIRST"]:
         assert width <= tile["BLOCK_N"]
     rows = tile["BLOCK_N" if tile["TOKENS_FIRST"] else "BLOCK_M"]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from builders.devices import Room
 from builders.errors import BatchError
 from spec_decode.models.kernels import streamed_linear as streamed_linear_module
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
@@ -21,7 +22,6 @@ from spec_decode.models.kernels.streamed_tiling import (
     MAX_GATED_ROWS,
     MAX_ROWS,
     ROWS_OF_ANY_WEIGHT,
-    Room,
     most_rows,
     streamed_tiling,
 )

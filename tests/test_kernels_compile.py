@@ -1,0 +1,46 @@
+"""Every kernel compiles for every chip of `builders.chips`, within what the chip has, with tiles for served models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triton.compiler.errors import CompilationError
+
+from builders.chips import CHIPS
+from builders.devices import FP8_CAPABILITY
+from tests.chips import LIMITS, compile_op
+from tests.import_graph import module_files
+from tests.ops.served import cases
+from tests.test_kernels import kernels
+
+KERNELS = {kernel.name for path in module_files().values() for kernel in kernels(path.read_text(encoding="utf-8"))}
+SPILLED_ON_HOPPER = {("attn_backends::latent_attention", False): 256, ("attn_backends::sparse_attention", True): 104}
+"""The most bytes of a thread's registers that a kernel of an op, over 8 bits or not, keeps in memory on an H100."""
+
+
+def converts_8_bits(op: str, arguments: tuple[Any, ...]) -> bool:
+    dtypes = {part.dtype for part in arguments if isinstance(part, torch.Tensor)}
+    reads_bytes = op == "attn_backends::sparse_attention" and torch.uint8 in dtypes
+    return torch.float8_e4m3fn in dtypes or reads_bytes or op == "spec_decode::narrow_rows"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.target)
+def test_kernels_compile_within_chip_limits(chip: Any) -> None:
+    found, over, spilling = set(), [], []
+    for op, arguments in cases():
+        narrow = converts_8_bits(op, arguments)
+        if narrow and chip.capability < FP8_CAPABILITY:
+            with pytest.raises(CompilationError):
+                compile_op(chip, op, arguments)
+            continue
+        for kernel in compile_op(chip, op, arguments):
+            found.add(kernel.name)
+            over += [(op, kernel.name, kernel.shared)] if kernel.shared > LIMITS[chip.target].shared_memory else []
+            most = SPILLED_ON_HOPPER.get((op, narrow), 0)
+            spilling += [(op, kernel.name, kernel.spilled)] if kernel.spilled > most else []
+    assert (over, spilling) == ([], [])
+    elsewhere = {"narrow_rows_kernel"} if chip.capability < FP8_CAPABILITY else set()
+    assert KERNELS - found == elsewhere | (set() if chip.target == "sm_90" else {"streamed_tma_kernel"})
