@@ -135,8 +135,8 @@ def load_published_pair(
     narrow = isinstance(store, Fp8Store) or (store is not None and is_mxfp4(store.config.values))
     if why is not None and (quantises or narrow):
         raise CheckpointError(
-            f"{target} would run in transformers, which gets no quantised weights: {why}. Use a bf16 copy without "
-            "weights, or a model that this library's layers compute."
+            f"{target} would run in transformers, which gets no quantised weights: {why}. Leave weights out and "
+            "use a bf16 copy, or use a model that this library's layers compute."
         )
     if isinstance(store, Fp8Store):
         store.keeps = reads_fp8(dtype, device)
@@ -172,7 +172,8 @@ def load_published_pair(
 def _weights(store: TensorStore | None, *, quantises: bool, dtype: torch.dtype) -> str:
     """Return what the target's products do with 8-bit weights; empty if they are neither stored nor asked for."""
     if not isinstance(store, Fp8Store):
-        blocks = " in MXFP4" if store is not None and is_mxfp4(store.config.values) else ""
+        packed = store is not None and any(name.endswith("_blocks") for name in store.names())
+        blocks = " in MXFP4" if packed else ""
         if blocks and not quantises:
             return f"read {str(dtype).removeprefix('torch.')} weights, widened from experts{blocks}"
         return f"{_QUANTISED}{blocks and f', rounded again from experts{blocks}'}" if quantises else ""

@@ -210,7 +210,7 @@ def _chips() -> Iterator[Finding]:
 
 
 def _loaded_claims() -> dict[str, Capabilities | StateCapabilities]:
-    found = {}
+    found: dict[str, Capabilities | StateCapabilities] = {}
     for name in registry.names():
         with suppress(BrokenBackend):
             found[name] = registry.get(name).capabilities

@@ -17,6 +17,8 @@ _READ = frozenset({
 })  # fmt: skip
 """The fields that are read, and after them those that say nothing of how the weights are stored."""
 _WEIGHTS: dict[str, bool | str | float] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+_MOST_REPEATS = 4
+"""The most repeats in a pattern: the time to match a name grows with its length to their power."""
 _REMEDY = "Use a bf16 copy, with weights='fp8' for 8 bits."
 
 
@@ -114,6 +116,12 @@ def _names(section: ConfigReader, name: str) -> list[str]:
 def _pattern(section: ConfigReader, parts: Sequence[str]) -> re.Pattern[str]:
     """Compile a pattern that matches the start of a name as one of the parts does; none of them matches nothing."""
     for part in parts:
+        repeats, options = (len(re.findall(kind, part)) for kind in (r"[*+{]", r"(?<!\()\?"))
+        if repeats > _MOST_REPEATS or options > 2 * _MOST_REPEATS or re.search(r"\)[*+{]", part):
+            raise CheckpointError(
+                f"{section.place} has the pattern {part!r:.80}, which repeats a group or too many characters: a match "
+                "could take hours. Write a simpler one."
+            )
         try:
             re.compile(part)
         except re.error as error:

@@ -76,7 +76,12 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
             f"{shortened(extra)}; ignoring them would change the outputs. Restore config.json and the weights, "
             "or convert them to bf16 if they are quantised."
         )
-    return model.to(device)
+    model.to(device)
+    for parameter in model.parameters():
+        if parameter.is_cpu:
+            # It maps the file, which could be changed or cut while the model runs.
+            parameter.data = parameter.data.clone()
+    return model
 
 
 def load_generation_config(folder: Path) -> Any:

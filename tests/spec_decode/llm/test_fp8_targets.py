@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "transformers": (
         {"target": "transformers"},
         CheckpointError,
-        "would run in transformers, which gets no quantised weights: you asked for it. Use a bf16 copy",
+        "would run in transformers, which gets no quantised weights: you asked for it. Leave weights out",
     ),
     "float32": ({"dtype": "auto"}, BatchError, "weights='fp8' needs models in bfloat16 or float16, got float32"),
     "another name": ({"weights": "int8"}, BatchError, r"weights is 'int8'\..* Pass one of fp8, or leave it out"),

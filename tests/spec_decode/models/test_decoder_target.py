@@ -330,6 +330,8 @@ MUTATED = (
     "llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe", "glm-4.5", "gpt-oss",
     "phi-3-window", "gemma-3", "olmo-2", "olmo-3", "granite",
 )  # fmt: skip
+MUTATED_ALWAYS = ("llama-3", "gemma-3")
+"""The others among the slow tests: they take a minute together."""
 ABSENT = object()
 
 
@@ -407,7 +409,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "field"),
     [
-        (kind, field)
+        pytest.param(kind, field, marks=[] if kind in MUTATED_ALWAYS else pytest.mark.slow)
         for kind in MUTATED
         for field in sorted({*read_fields(ARCHITECTURES[f"{KINDS[kind][0]}ForCausalLM"]), *FOREIGN})
     ],

@@ -167,6 +167,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no group": ({"config_groups": {}}, r"strategy must be .*, got \[\]"),
     "scales of other weights": (compressed("tensor"), r"\[\] or \[1\] for "),
     "no pattern": ({"ignore": ["lm_head", "re:("]}, r"has the pattern '\('"),
+    "a repeated group": ({"ignore": ["re:(l|lm)*x$", "lm_head"]}, "repeats a group or too many characters"),
+    "many repeats": ({"ignore": ["re:.*.*.*.*.*x", "lm_head"]}, "repeats a group or too many characters"),
+    "many options": ({"ignore": ["re:" + "m?" * 9, "lm_head"]}, "repeats a group or too many characters"),
     "names that are none": ({"ignore": "lm_head"}, "ignore in quantization_config .* must be a list"),
     "a layer that is not ignored": ({"ignore": []}, "lm_head.weight in .* has torch.float32, and .* says FP8"),
     "ignored layers in FP8": (

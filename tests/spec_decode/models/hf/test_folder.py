@@ -79,6 +79,14 @@ def test_saved_model_loads_unchanged(folder, plain, safe):
     assert target.embed.weight.shape == (32, 16) and (target.vocab_size, target.max_positions) == (32, 16)
 
 
+def test_loaded_weights_outlive_their_file(folder, plain):
+    found = load_model(folder, dtype=torch.float32).state_dict()
+    weights = folder / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.write(bytes(weights.stat().st_size))
+    assert all(torch.equal(found[name], tensor) for name, tensor in plain.state_dict().items())
+
+
 def test_missing_weights_are_refused_by_name(folder, plain):
     state = plain.state_dict()
     del state["model.layers.0.mlp.up_proj.weight"]
