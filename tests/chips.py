@@ -38,8 +38,6 @@ LIMITS = {
         ("sm_90", 132, 227),
         ("sm_100", 148, 227),
         ("sm_120", 170, 99),
-        ("gfx942", 304, 64),
-        ("gfx950", 256, 160),
     )
 }
 """The SMs of a card of each chip, and its shared memory per block."""
@@ -60,8 +58,6 @@ class Compiled:
     @property
     def spilled(self) -> int:
         """Bytes of a thread's registers that are kept in memory."""
-        if (code := self.kernel.asm.get("amdgcn")) is not None:
-            return int(re.findall(r"\.private_segment_fixed_size:\s+(\d+)", code)[0])
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(self.kernel.asm["cubin"])
             command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
@@ -103,10 +99,7 @@ def compile_op(chip: Chip, op: str, arguments: Sequence[Any]) -> list[Compiled]:
     """Return the kernels that the op launches on a chip with these arguments, compiled for it."""
     device = torch.device("cuda", list(LIMITS).index(chip.target))
     room = LIMITS[chip.target]
-    is_amd = chip.target.startswith("gfx")
-    target = (
-        GPUTarget("hip", chip.target, 64) if is_amd else GPUTarget("cuda", int(chip.target.removeprefix("sm_")), 32)
-    )
+    target = GPUTarget("cuda", int(chip.target.removeprefix("sm_")), 32)
     found: list[Compiled] = []
     run = JITFunction.run
 
@@ -117,7 +110,6 @@ def compile_op(chip: Chip, op: str, arguments: Sequence[Any]) -> list[Compiled]:
         multi_processor_count=room.num_sms,
         shared_memory_per_block_optin=room.shared_memory,
         major=chip.capability[0],
-        gcnArchName=chip.target,
     )
     active = SimpleNamespace(
         get_current_device=lambda: device.index,
@@ -127,7 +119,6 @@ def compile_op(chip: Chip, op: str, arguments: Sequence[Any]) -> list[Compiled]:
     with (
         patch.object(torch.cuda, "get_device_properties", lambda device: properties),
         patch.object(torch.cuda, "get_device_capability", lambda device: chip.capability),
-        patch.object(torch.version, "hip", "7.0" if is_amd else None),
         patch.object(JITFunction, "run", compiled),
         patch.object(driver, "_active", active),
         _OnTheChip(device),

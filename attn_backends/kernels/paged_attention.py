@@ -295,7 +295,7 @@ def tile_config(*, row_bytes: int, tokens: int, one_per_sm: bool, block_m: int, 
     stages = 1 if one_per_sm or tokens <= 2 * block_n else 2
     warps = 8 if one_per_sm and block_m == 16 else 4
     if block_m == 64 and not wgmma:
-        block_n, warps = min(block_n, 32), 8 if row_bytes > 512 else 4
+        block_n, warps = min(block_n, 32), 8 if row_bytes >= 512 else 4
     return {"BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
 

@@ -219,9 +219,6 @@ def _loaded_claims() -> dict[str, Capabilities | StateCapabilities]:
 
 def _serves(claims: Capabilities | StateCapabilities, chip: Chip) -> bool:
     """Return whether the claims include the chip."""
-    # What needs more than compute capability 8 is written in CUDA.
-    if chip.target.startswith("gfx") and claims.compute_capability > (8, 0):
-        return False
     return not capability_reasons(claims.compute_capability, claims.one_major_version, chip.capability)
 
 
