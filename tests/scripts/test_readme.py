@@ -93,7 +93,8 @@ def test_a_backend_without_figures_has_a_dash() -> None:
 
 def engine_arm(settings: dict[str, Any], speeds: list[float], prefill: float = 1.0) -> dict[str, Any]:
     rows = [
-        {"requests": size, "tokens_per_s": [speed, speed * 9, 0.1]} for size, speed in zip((1, 32), speeds, strict=True)
+        {"requests": size, "tokens_per_s": [speed, speed * 9, 0.1], "decode_tokens_per_s": [speed]}
+        for size, speed in zip((1, 32), speeds, strict=True)
     ]
     return {
         "arm": {"steps": 0, "kept": 0.0, "weights": False, "draft_weights": False, "local_argmax": False, **settings},

@@ -39,7 +39,10 @@ def generate(engine, **options):
     return [found.token_ids for found in engine.generate(asked, **options)]
 
 
-@pytest.mark.parametrize("mode", GraphMode)
+@pytest.mark.parametrize(
+    "mode",
+    [GraphMode.FULL, *(pytest.param(each, marks=pytest.mark.slow) for each in (GraphMode.NONE, GraphMode.PIECEWISE))],
+)
 @pytest.mark.parametrize(
     "options", [{"num_speculative_tokens": 0}, {}, {"num_pages": 14}, {"num_pages": 18, "tree": TREE}], ids=str
 )

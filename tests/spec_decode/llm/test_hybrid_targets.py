@@ -65,7 +65,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=pytest.mark.slow if at else ()) for at, each in enumerate(FAMILIES)]
+)
 def test_greedy_texts_match_those_of_transformers(family: str, settings: str, folder_of: Any) -> None:
     folder, options = folder_of(family), dict(SETTINGS[settings])
     if "draft" in options:

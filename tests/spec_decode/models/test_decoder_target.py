@@ -330,7 +330,7 @@ MUTATED = (
     "llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe", "glm-4.5", "gpt-oss",
     "phi-3-window", "gemma-3", "olmo-2", "olmo-3", "granite",
 )  # fmt: skip
-MUTATED_ALWAYS = ("llama-3", "gemma-3")
+MUTATED_ALWAYS = ("llama-3",)
 """The others among the slow tests: they take a minute together."""
 ABSENT = object()
 

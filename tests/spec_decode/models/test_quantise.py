@@ -174,10 +174,12 @@ def test_quantising_twice_or_with_unknown_name_is_rejected():
 
 
 def test_gpu_without_fp8_conversion_is_rejected(monkeypatch):
-    capabilities = iter([(8, 9), (9, 0), (8, 0)])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: next(capabilities))
+    capabilities = [(8, 9)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[0])
     check = partial(check_format, "draft_weights", "fp8", torch.float16, torch.device("cuda:0"))
     check()
+    capabilities[0] = (9, 0)
     check()
+    capabilities[0] = (8, 0)
     with pytest.raises(BatchError, match=r"needs compute capability 8\.9 or more .*, cuda:0 has 8\.0\."):
         check()
