@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from benchmarks.cases.products import cold_copies, weights_of
 from benchmarks.measure import copy_bandwidth, time_in_turn
 from benchmarks.random_drafts import PUBLISHED_DRAFTS
+from benchmarks.random_product import DEVICE, RandomProduct
 from benchmarks.rounds import TimedDraft
 from builders.kernels.sizes import next_power_of_2
 from spec_decode.models.kernels.skinny_linear import SkinnyLinear
 from spec_decode.models.kernels.skinny_tiling import MAX_ROWS, MAX_SUMS, Tiling, tile_of
 
-_DEVICE = torch.device("cuda")
 _CUTS = [
     Tiling(block_n, warps * inputs, warps, stages)
     for block_n, warps, inputs, stages in product((1, 2, 4, 8), (2, 4, 8), (128, 256), (1, 3))
@@ -33,18 +33,8 @@ _CUTS = [
 
 
 @dataclass(frozen=True, slots=True)
-class SkinnyProduct:
-    """A product of this many rows with a weight [n, k]; gated: n stacks gate above up."""
-
-    rows: int
-    n: int
-    k: int
-    gated: bool
-
-    def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return random rows and a weight, bfloat16."""
-        x, weight = (torch.randn(size, self.k, dtype=torch.bfloat16, device=_DEVICE) for size in (self.rows, self.n))
-        return x, weight * self.k**-0.5
+class SkinnyProduct(RandomProduct):
+    """A product with few rows."""
 
     def tilings(self) -> list[Tiling]:
         """Return the table's tiling, then others whose sums stay in registers."""
@@ -68,7 +58,7 @@ def shapes(names: list[str]) -> list[SkinnyProduct]:
     for name in names:
         draft = PUBLISHED_DRAFTS[name]
         gated = 2 * draft.config["intermediate_size"]
-        for weight in weights_of(TimedDraft.of(draft, _DEVICE), _DEVICE):
+        for weight in weights_of(TimedDraft.of(draft, DEVICE), DEVICE):
             if weight.dtype == torch.bfloat16:
                 n, k = weight.shape
                 found |= dict.fromkeys(SkinnyProduct(count, n, k, n == gated) for count in range(1, MAX_ROWS + 1))
@@ -91,7 +81,7 @@ def tuned(shape: SkinnyProduct, bandwidth: float) -> str:
     times = {tile: time_in_turn(partial(shape.run, tile, x), weights)["p50"] for tile in shape.tilings()}
     own, best, floor = next(iter(times)), min(times, key=lambda tile: times[tile]), weight.nbytes / bandwidth
     return (
-        f"{shape.rows} x {shape.k} to {shape.n}{' gated' * shape.gated}: {times[best]:.2f} us, "
+        f"{shape.describe()}: {times[best]:.2f} us, "
         f"{times[best] / floor:.2f} of the floor {floor:.2f}; table {times[own]:.2f}; "
         f"F.linear {time_in_turn(partial(F.linear, x), weights)['p50']:.2f}; {best}"
     )

@@ -20,13 +20,13 @@ from torch.nn import functional as F
 
 from benchmarks.cases.products import cold_copies
 from benchmarks.measure import copy_bandwidth, time_in_turn
+from benchmarks.random_product import DEVICE, RandomProduct
 from builders.devices import room_of
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.kernels.narrow_linear import narrow_linear
 from spec_decode.models.kernels.streamed_linear import StreamedLinear
 from spec_decode.models.kernels.streamed_tiling import StreamedTiling, streamed_tiling
 
-_DEVICE = torch.device("cuda")
 _WEIGHTS = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (128256, 4096, False))
 """Outputs, inputs, and whether they are gate and up: a layer of Llama-3-8B, and its output projection."""
 _PROGRAMS = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8))
@@ -34,22 +34,12 @@ _PROGRAMS = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8))
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedProduct:
-    """A product of this many rows with an 8-bit weight [n, k]; gated: n stacks gate above up."""
-
-    rows: int
-    n: int
-    k: int
-    gated: bool
-
-    def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return random rows and a weight, bfloat16."""
-        x, weight = (torch.randn(size, self.k, dtype=torch.bfloat16, device=_DEVICE) for size in (self.rows, self.n))
-        return x, weight * self.k**-0.5
+class StreamedProduct(RandomProduct):
+    """A product with an 8-bit weight."""
 
     def tilings(self) -> Iterator[StreamedTiling]:
         """Yield the tiling in use, then others."""
-        own = streamed_tiling(self.rows, self.n, self.k, room_of(_DEVICE), itemsize=1, gated=self.gated)
+        own = streamed_tiling(self.rows, self.n, self.k, room_of(DEVICE), itemsize=1, gated=self.gated)
         yield own
         for (block_n, warps), block_k, shares, stages in product(_PROGRAMS, (128, 256), (1, 2, 4), (3, 5)):
             tile = replace(own, block_n=block_n, num_warps=warps, block_k=block_k, shares=shares, stages=stages)
@@ -93,7 +83,7 @@ def tuned(shape: StreamedProduct, tilings: list[StreamedTiling], bandwidth: floa
     times = {tile: timed(partial(shape.run, tile, x), narrow) for tile in tilings}
     own, best = tilings[0], sorted(tilings, key=lambda tile: times[tile])[:3]
     return (
-        f"{shape.rows} x {shape.k} to {shape.n}{' gated' * shape.gated}: floor {narrow[0].nbytes / bandwidth:.2f} us, "
+        f"{shape.describe()}: floor {narrow[0].nbytes / bandwidth:.2f} us, "
         f"in use {times[own]} {_short(own)}; F.linear {timed(partial(F.linear, x), weights)}; "
         f"rows in 8 bits {timed(partial(narrow_linear, x), narrow)}; "
         + "; ".join(f"{times[tile]} {_short(tile)}" for tile in best)

@@ -71,8 +71,9 @@ def load(
         quantise_target(pair.target)
         return replace(pair, target_weights=_QUANTISED)
     found = None if draft is None else find(draft, "draft")
-    options: Any = {"runs_in": runs_in, "quantises": quantises, "progress": progress}
-    return load_published_pair(folder, found, dtype=dtype, device=device, **options)
+    return load_published_pair(
+        folder, found, dtype=dtype, device=device, runs_in=runs_in, quantises=quantises, progress=progress
+    )
 
 
 def find(name: Name, what: str = "model") -> Path:

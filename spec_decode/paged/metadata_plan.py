@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from builders import AdvanceLevel, AdvanceSupport, GraphSupport, HostLengths
+import torch
+
+from attn_backends import AttentionBackend, StateBackend
+from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, GraphSupport, HostLengths, StateSpec
 
 
 class GraphMode(str, Enum):
@@ -39,6 +43,21 @@ class GroupFacts:
     advance: AdvanceSupport
     host_lengths: HostLengths = HostLengths.NONE
     build_per_round: bool = False
+
+    @classmethod
+    def of(
+        cls, name: str, backend: AttentionBackend | StateBackend, spec: AttentionSpec | StateSpec, device: torch.device
+    ) -> GroupFacts:
+        """Return the facts about a group with this backend and spec on a device."""
+        builder: Any = backend.builder
+        return cls(
+            name=name,
+            backend=backend.name,
+            graph_support=builder.graph_support,
+            advance=builder.advance_support(spec, device),
+            host_lengths=builder.host_lengths,
+            build_per_round=builder.build_per_round,
+        )
 
     def describe(self) -> str:
         """Return the group's name and its backend."""

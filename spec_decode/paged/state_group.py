@@ -34,15 +34,7 @@ class StateGroup:
 
     def facts(self, device: torch.device) -> GroupFacts:
         """Return what the choice of a strategy depends on."""
-        builder = self.backend.builder
-        return GroupFacts(
-            name=self.name,
-            backend=self.backend.name,
-            graph_support=builder.graph_support,
-            advance=builder.advance_support(self.spec, device),
-            host_lengths=builder.host_lengths,
-            build_per_round=builder.build_per_round,
-        )
+        return GroupFacts.of(self.name, self.backend, self.spec, device)
 
     def make_builder(self, tables: RequestTables, max_tokens: int) -> StateBuilder:
         """Make a builder for one batch shape over these tables."""

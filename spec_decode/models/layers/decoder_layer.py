@@ -128,36 +128,29 @@ class DecoderLayer(AttentionLayer):
         return self.feed_forward(*self.out(attended, x))
 
 
-class PostNormLayer(AttentionLayer):
+class PostNormLayer(DecoderLayer):
     """A layer that norms what attention and feed-forward return, as OLMo-2's, or also what they read, as Gemma's."""
 
     def __init__(self, config: ModelConfig, layer: int, options: LayerOptions) -> None:
         super().__init__(config, layer, options)
         hidden, eps, offset = config.hidden_size, config.norm_eps, config.norm_offset
         self.attn_out_norm, self.mlp_out_norm = RMSNorm(hidden, eps, offset), RMSNorm(hidden, eps, offset)
-        self.norms_inputs = options.norms == "both"
-        if not self.norms_inputs:
-            del self.attn_norm, self.mlp_norm
+        for name in ("attn_norm", "mlp_norm") if options.norms == "after" else ():
+            self.register_module(name, None)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        delta: torch.Tensor | None,
-        rope: Rope,
-        attention: Attention,
-        keep: KeepRows | None = None,
+    def after_qkv(
+        self, x: torch.Tensor, qkv: torch.Tensor, rope: Rope, attention: Attention, keep: KeepRows | None
     ) -> ResidualStream:
-        """Run the layer on x and the pending delta, both [T, H]; returns the same pair for the kept rows."""
-        x, qkv = self.qkv(x, delta, self.attn_norm if self.norms_inputs else None)
+        """See DecoderLayer."""
         attended = self.attend(qkv, rope, attention)
         if keep is not None:
             x, attended = keep(x), keep(attended)
         delta = self.attn_out_norm(self.out.product(attended))[1]
-        x, inner = self.gate_up(x, delta, self.mlp_norm if self.norms_inputs else None)
+        x, inner = self.gate_up(x, delta, self.mlp_norm)
         return x, self.mlp_out_norm(self.down.product(inner))[1]
 
 
-def make_layer(config: ModelConfig, layer: int, options: LayerOptions) -> DecoderLayer | PostNormLayer:
+def make_layer(config: ModelConfig, layer: int, options: LayerOptions) -> DecoderLayer:
     """Return the layer that norms what the options say."""
     return (DecoderLayer if options.norms == "before" else PostNormLayer)(config, layer, options)
 
