@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.measure import largest_kernels
 from benchmarks.random_model import save_random
 from scripts import vllm_arm
 from scripts.vllm_worker import weight_shapes
@@ -34,6 +35,8 @@ CHANNELS = "fp8_per_channel"
 WARM_UP = 32
 """New tokens of every request before decoding alone is timed, as in `bench throughput`."""
 PREFILL_REQUESTS, PREFILL_TOKENS = 16, 1000
+MOST_KERNELS = 16
+"""Kernels that the profile names: of the prompts, and of WARM_UP new tokens of the fewest requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,11 @@ def measure(arm: EngineArm) -> dict[str, Any]:
     prompts = prefill_prompts(vocab)
     tokens = sum(map(len, prompts))
     speeds = _speeds(tokens, whole_seconds(engine, prompts, 1))
-    prefill = {"requests": len(prompts), "prompt_tokens": tokens, "tokens_per_s": speeds}
+    prefill: dict[str, Any] = {"requests": len(prompts), "prompt_tokens": tokens, "tokens_per_s": speeds}
+    if torch.cuda.is_available():
+        prefill |= largest_kernels(lambda: engine.generate(prompts, 1), MOST_KERNELS)
+        few = [prompt["prompt_token_ids"] for prompt in vllm_arm.prompts(arm.requests[0], vocab)]
+        rows[0] |= largest_kernels(lambda: engine.generate(few, WARM_UP), MOST_KERNELS)
     return {**engine.about, "up_s": up_s, "rows": rows, "prefill": prefill}
 
 
