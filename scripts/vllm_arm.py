@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
     "llama3-8b": (4096, 14336, 32, 8, 128, 128256, 32),
     "small": (1024, 2816, 8, 2, 128, 32000, 4),
+    "llama-1b": (2048, 8192, 32, 8, 64, 128256, 16),
+    "dim-256": (4096, 12288, 16, 4, 256, 151936, 32),
     "qwen3-8b": (4096, 12288, 32, 8, 128, 151936, 36),
     "qwen3-small": (1024, 2816, 8, 2, 128, 32000, 8),
     "deepseek-v3": (7168, 18432, 128, 128, 64, 129280, 4),
@@ -29,6 +31,8 @@ SIZES = {
     "deepseek-small": (1024, 2816, 16, 16, 64, 32000, 4),
 }
 """hidden_size, intermediate_size, heads, KV heads, head_dim, vocab_size, layers.
+
+llama-1b has the shape of Llama-3.2-1B, and dim-256 the heads of Qwen3.5's attention layers.
 
 deepseek-v3 is the first four of the 61 published layers, three dense and one with experts, plus the published MTP
 layer, also with experts: 53 GB in bfloat16, which fits an H100. -shard is one GPU's part of it under tensor parallelism
@@ -127,7 +131,7 @@ class Arm:
         return f"{self.draft or 'no draft'} K={self.steps} {self.size} {kept} TP={self.num_gpus}{more}"
 
 
-def model_folder(size: str, *, kind: str = "") -> str:
+def model_folder(size: str, *, kind: str = "", positions: int = 8192) -> str:
     """Make a folder that holds only a config.json: weights come later. kind: of a draft, in KINDS; empty: the
     target."""
     hidden, wide, heads, kv_heads, head_dim, vocab, layers = SIZES[size]
@@ -135,8 +139,8 @@ def model_folder(size: str, *, kind: str = "") -> str:
     config = {
         "model_type": family, "hidden_size": hidden, "intermediate_size": wide, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab, "num_hidden_layers": layers,
-        "max_position_embeddings": 8192, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "bos_token_id": 1, "eos_token_id": 2, **FAMILIES[family],
+        "max_position_embeddings": positions, "hidden_act": "silu", "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, **FAMILIES[family],
     }  # fmt: skip
     if family == "deepseek_v3":
         has_experts = size in EXPERT_WIDTH

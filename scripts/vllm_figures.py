@@ -1,5 +1,6 @@
 """Measure vLLM with its own draft backends and with ours, on the GPUs of one machine: python scripts/vllm_figures.py
---json reports/h100/vllm.json; or with --engines, whole engines: vLLM beside this library's LLM.
+--json reports/h100/vllm.json; or with --engines, whole engines: vLLM beside this library's LLM; or with --contexts,
+over long contexts.
 
 The models are a Llama of the 8B shape with an EAGLE draft, a Qwen3 of its 8B shape with DFlash and DFlash2, which draft
 a block at once, and layers of DeepSeek-V3 with its MTP layer, whose cache holds latents. Weights are random, and the
@@ -22,6 +23,11 @@ and wait.
 
 With --engines, both engines run the Llama without a draft and with EAGLE, in 16 and in 8 bits, on the same prompts: see
 engine_arm.py. Fails if LLM runs the target elsewhere than on this library's layers.
+
+With --contexts, vLLM decodes after 1k to 96k tokens that its cache holds already, on its own backends and on ours, also
+on FlashAttention-2, its default on every card but Hopper and B200: see context_arm.py. On a Hopper card that kernel
+stands in for those cards: it is the same code, on another chip. Its PTX is compiled by the driver, which takes 6
+minutes once; keep CUDA_CACHE_PATH.
 """
 
 from __future__ import annotations
@@ -44,6 +50,7 @@ import msgspec
 import torch
 
 from attn_backends.engines.vllm import NAMES
+from scripts.context_arm import ContextArm, context_arms, context_problems
 from scripts.engine_arm import EngineArm, engine_arms, engine_problems
 from scripts.free_places import share
 from scripts.on_gpus import run_on_gpus
@@ -54,13 +61,13 @@ from spec_decode.environment import environment
 from spec_decode.files import write_whole
 from spec_decode.source_digests import SourceRecord
 
-SCHEMA, ENGINES_SCHEMA = "attn-vllm/1", "attn-engines/1"
+SCHEMA, ENGINES_SCHEMA, CONTEXTS_SCHEMA = "attn-vllm/1", "attn-engines/1", "attn-contexts/1"
 ROOTS = (
     *("attn_backends.engines.vllm", "scripts.vllm_arm", "scripts.vllm_worker"),
     *(path.rpartition(".")[0] for path in NAMES.values()),
 )
-ENGINE_ROOTS = ("spec_decode.llm", "scripts.engine_arm")
-AnyArm: TypeAlias = Arm | EngineArm
+ENGINE_ROOTS, CONTEXT_ROOTS = ("spec_decode.llm", "scripts.engine_arm"), ("scripts.context_arm",)
+AnyArm: TypeAlias = Arm | EngineArm | ContextArm
 BASE, REBUILT, CONTROL = "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
 OURS = ("FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED", "ATTN_BACKENDS_FLASH_ATTN3")
 
@@ -231,7 +238,7 @@ def run_all(
         if found is None:
             skipped.append(arm.name)
         else:
-            speeds = [f"{row['requests']}: {row['tokens_per_s']}" for row in found["rows"]]
+            speeds = [f"{row['requests']}: {row.get('tokens_per_s', 'left out')}" for row in found["rows"]]
             print(" ".join((arm.name, *speeds)), *found.get("said", ()), sep="\n", flush=True)
         return found
 
@@ -331,7 +338,9 @@ def _engine(found: Mapping[str, Any]) -> tuple[bool, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="report file to write")
-    parser.add_argument("--engines", action="store_true", help="measure vLLM beside this library's LLM")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--engines", action="store_true", help="measure vLLM beside this library's LLM")
+    kinds.add_argument("--contexts", action="store_true", help="measure vLLM over long contexts")
     parser.add_argument("--only", action="append", help="pattern of arm names; all by default")
     parser.add_argument("--kept", type=Path, default=ROOT / "build/vllm", help="cache folder")
     parser.add_argument("--minutes", type=float, help="time limit; none by default")
@@ -341,8 +350,8 @@ def main() -> None:
     gpus = list(range(torch.cuda.device_count()))
     if not gpus:
         parser.error("vLLM's figures need a CUDA device, but none was found. Run this on a machine with one.")
-    every: Sequence[AnyArm] = engine_arms() if flags.engines else arms(len(gpus))
-    roots = (*ROOTS, *ENGINE_ROOTS) if flags.engines else ROOTS
+    every: Sequence[AnyArm] = engine_arms() if flags.engines else context_arms() if flags.contexts else arms(len(gpus))
+    roots = (*ROOTS, *(ENGINE_ROOTS if flags.engines else CONTEXT_ROOTS if flags.contexts else ()))
     only = chosen(parser, flags.only, [arm.name for arm in every])
     device = torch.device("cuda")
     env = msgspec.to_builtins(environment(device))
@@ -352,6 +361,8 @@ def main() -> None:
     content: dict[str, Any]
     if flags.engines:
         schema, messages, content = ENGINES_SCHEMA, engine_problems(found), {}
+    elif flags.contexts:
+        schema, messages, content = CONTEXTS_SCHEMA, context_problems(found), {}
     else:
         compared = agreement(found)
         schema, messages, content = SCHEMA, problems(found, compared), {"agreement": compared}
