@@ -234,7 +234,7 @@ class MeasuredWorker:
 
         recorder = recorder_of(self.model_runner.speculator)
         recorder.paused = not on
-        return {"rounds": recorder.rounds, "seconds": recorder.seconds, "found": recorder.found}
+        return {"rounds": recorder.rounds, "seconds": recorder.pace.seconds, "found": recorder.found}
 
     def drafts_seen(self) -> dict[str, Any]:
         """Return what was recorded since watch_drafts, and whether the draft loop is fused."""
