@@ -119,7 +119,7 @@ def engine_options(arm: ContextArm) -> dict[str, Any]:
         "max_num_seqs": max(arm.requests), "gpu_memory_utilization": 0.88, "enable_prefix_caching": True,
         "attention_config": attention,
     }  # fmt: skip
-    if arm.draft and arm.kind != "mtp":
+    if arm.draft and vllm_arm.KINDS[arm.kind]:
         options["speculative_config"]["model"] = vllm_arm.model_folder(arm.size, kind=arm.kind, positions=positions)
     return options
 

@@ -3,18 +3,19 @@
 over long contexts.
 
 The models are a Llama of the 8B shape with an EAGLE draft, a Qwen3 of its 8B shape with DFlash and DFlash2, which draft
-a block at once, and layers of DeepSeek-V3 with its MTP layer, whose cache holds latents. Weights are random, and the
-target runs on the backend vLLM chooses, FLASH_ATTN or FLASH_ATTN_MLA. Timed arms keep a fixed number of drafts per
-round, whatever was drafted, so that all do the same work. Watched arms alternate between runs with and without the
-plug-in's metadata validation. Exact arms, on a small model, keep what the target accepts: all draft from the same
-texts, and their draft tokens are compared with those drafted on the target's backend. How far two of vLLM's own
-backends differ there is the effect of rounding. With two GPUs, some arms run over both, with tensor parallelism. Timed
-Llamas and Qwen3s on one GPU are compiled, as vLLM does by default, with piecewise graphs where full ones are
-impossible; other arms have full graphs or none, which starts an engine sooner. Every arm is a process that runs each
-batch once before timing it, with exclusive use of its GPUs and their share of the cores; exact arms share both. Each
-arm's result is kept in a folder, with its log: it is reused while the code the report covers, the measuring code, the
-GPU and the versions are unchanged. With --minutes, arms that are not finished in time are skipped, the last first, and
-what is kept is reported; you can move the folder to another machine in between.
+a block at once, layers of Qwen3.5 with recurrent states and its MTP layer, and layers of DeepSeek-V3 with its MTP
+layer, whose cache holds latents. Weights are random, and the target runs on the backend vLLM chooses, FLASH_ATTN or
+FLASH_ATTN_MLA. Timed arms keep a fixed number of drafts per round, whatever was drafted, so that all do the same work.
+Watched arms alternate between runs with and without the plug-in's metadata validation. Exact arms, on a small model,
+keep what the target accepts: all draft from the same texts, and their draft tokens are compared with those drafted on
+the target's backend. How far two of vLLM's own backends differ there is the effect of rounding. With two GPUs, some
+arms run over both, with tensor parallelism. Timed Llamas and Qwen3s on one GPU are compiled, as vLLM does by default,
+with piecewise graphs where full ones are impossible; other arms have full graphs or none, which starts an engine
+sooner. Every arm is a process that runs each batch once before timing it, with exclusive use of its GPUs and their
+share of the cores; exact arms share both. Each arm's result is kept in a folder, with its log: it is reused while the
+code the report covers, the measuring code, the GPU and the versions are unchanged. With --minutes, arms that are not
+finished in time are skipped, the last first, and what is kept is reported; you can move the folder to another machine
+in between.
 
 Fails if one of our drafts is not fused, plans a batch of decodes on the host, waits for the device, changes the
 engine's graph mode, or drafts different tokens more often than vLLM's own backends do among themselves, or if a watched
@@ -107,7 +108,7 @@ LATENT = Names(
     ("FLASHMLA", "TRITON_MLA"),
     ("ATTN_BACKENDS_FLASH_ATTN3_MLA", "ATTN_BACKENDS_FLASHMLA", "ATTN_BACKENDS_TRITON_MLA"),
 )
-ROUNDS = {"eagle": (7, 3.2), "dflash": (15, 5.0), "dflash2": (7, 4.4), "mtp": (3, 1.8)}
+ROUNDS = {"eagle": (7, 3.2), "dflash": (15, 5.0), "dflash2": (7, 4.4), "mtp": (3, 1.8), "qwen3.5-mtp": (3, 1.8)}
 """Draft tokens per round by kind of draft, of blocks as published, and the mean number of them that is kept."""
 EXACT_REQUESTS = (1, 4, 32)
 MACHINE = ("device", "driver", "cuda", "torch", "triton", "python")
@@ -161,6 +162,7 @@ MODELS = (
     replace(_MTP, size="deepseek-v3-shard", across=False, watched=True),
     _DFLASH,
     replace(_DFLASH, kind="dflash2", across=False, watched=False),
+    Model(kind="qwen3.5-mtp", size="qwen3.5", small="qwen3.5-small", watched=True),
     Model(kind="eagle", size="llama3-8b", small="small", across=True, watched=True),
 )
 

@@ -154,3 +154,19 @@ def test_changed_model_state_is_refused(validator, monkeypatch):
     monkeypatch.setattr(MambaHybridModelState, "prepare_attn", lambda self, batch: None)
     with pytest.raises(UnsupportedVllm, match=r"MambaHybridModelState\.prepare_attn"):
         validator.install()
+
+
+def test_figures_watch_drafts_and_states(validator):
+    from scripts.vllm_worker import MeasuredWorker
+
+    def recorder(rounds, found=None):
+        return SimpleNamespace(rounds=rounds, found=found, paused=False, pace=SimpleNamespace(seconds=0.5))
+
+    drafts, states, worker = recorder(7), recorder(4, "a count"), MeasuredWorker()
+    worker.model_runner = SimpleNamespace(
+        speculator=SimpleNamespace(attn_backends_recorder=drafts), model_state=SimpleNamespace()
+    )
+    assert worker.compare_drafts(True) == {"rounds": 7, "seconds": 0.5, "found": None}
+    worker.model_runner.model_state.attn_backends_recorder = states
+    assert worker.compare_drafts(False) == {"rounds": 4, "seconds": 1.0, "found": "a count"}
+    assert drafts.paused and states.paused
