@@ -85,7 +85,8 @@ class StateCapabilities:
             ("conv_width", spec.conv_width, self.conv_widths),
             ("journal", spec.journal, self.journals),
         )
-        reasons += [f"{name} must be {served}, got {got}" for name, got, served in dims if got not in served]
+        # Without keys there is no key_dim that could be wrong.
+        reasons += [f"{name} must be {served}, got {got}" for name, got, served in dims if got and got not in served]
         return reasons + [f"has no {each.value}" for each in features_used(spec) if each not in self.features]
 
 
