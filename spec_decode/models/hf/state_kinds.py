@@ -167,7 +167,7 @@ def _short_conv_constants(layer: Any) -> LayerConstants:
 
 def _project_for_short_conv(layer: Any, hidden: Tensor) -> Projected:
     before, after, x = layer.in_proj(hidden)[0].chunk(3, -1)
-    none = torch.empty(len(x), 0, device=x.device)
+    none = torch.empty(len(x), 0, dtype=torch.float32, device=x.device)
     return Projected(before * x, none, none, after)
 
 

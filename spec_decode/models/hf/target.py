@@ -290,6 +290,10 @@ def _refuse_non_finite(model: PreTrainedModel) -> None:
         )
 
 
+def _has_convolution(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
+
+
 def _refuse_unsupported_architectures(model: PreTrainedModel, config: Any) -> None:
     """Raise UnservedModel for properties that no layer's attention call would reveal."""
     name = type(model).__name__
@@ -297,9 +301,10 @@ def _refuse_unsupported_architectures(model: PreTrainedModel, config: Any) -> No
         raise unserved(f"{name} is an encoder-decoder")
     wrapped = state_layers(model)
     if getattr(model, "_is_stateful", False) and not wrapped:
+        convolved = {type(module).__name__ for module in model.modules() if _has_convolution(module)}
         raise unserved(
-            f"{name} keeps state other than keys and values (recurrent, convolutional or compressed), in layers of "
-            f"other classes than {', '.join(STATE_KINDS)}"
+            f"{name} keeps state other than keys and values (recurrent, convolutional or compressed) in its layers "
+            f"({', '.join(sorted(convolved)) or 'without convolutions'}); those served are {', '.join(STATE_KINDS)}"
         )
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         served = (*_ATTENTION_LAYER_TYPES, *_TOKENWISE_LAYER_TYPES, *STATE_LAYER_TYPES * (layer in wrapped))
