@@ -47,6 +47,7 @@ class Recurrence(str, Enum):
 
     @property
     def rule(self) -> RecurrenceRule:
+        """What this recurrence does of the formula."""
         return _RULES[self]
 
 

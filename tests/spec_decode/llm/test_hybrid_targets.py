@@ -100,7 +100,11 @@ def test_greedy_texts_match_those_of_transformers(family: str, settings: str, fo
 SPECS = {
     "Qwen3NextConfig": "gated_delta, 4/2 heads, dim 8/6, convolution 4, journal 2, float32",
     "NemotronHConfig": "ssd, 4/2 heads, dim 8/6, convolution 4, journal 2, float32",
+    "GraniteMoeHybridConfig": "ssd, 4/1 heads, dim 8/16, convolution 4, journal 2, float32",
+    "KimiLinearConfig": "kda, 2/2 heads, dim 8/8, convolution 4, journal 2, float32",
+    "OlmoHybridConfig": "gated_delta, 2/2 heads, dim 8/6, convolution 4, journal 2, float32",
     "Lfm2Config": "conv, 32 channels, convolution 3, journal 2, float32",
+    "Lfm2MoeConfig": "conv, 32 channels, convolution 3, journal 2, float32",
 }
 
 
@@ -130,11 +134,19 @@ def test_changed_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 QWEN, NEMOTRON, LINEAR = "Qwen3_5TextConfig", "NemotronHConfig", "linear_attention"
 
 
-def test_activation_other_than_silu_is_refused() -> None:
+def make_nemotron(**changes: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.NemotronHConfig(**SIZES | FAMILIES["NemotronHConfig"], mamba_hidden_act="gelu")
+    config = transformers.NemotronHConfig(**SIZES | FAMILIES["NemotronHConfig"] | changes)
+    return transformers.NemotronHForCausalLM(config)
+
+
+def test_activation_other_than_silu_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"layer 0 \(NemotronHMamba2Mixer\) .*: its outputs differ by up to"):
-        TransformersTarget(transformers.NemotronHForCausalLM(config))
+        TransformersTarget(make_nemotron(mamba_hidden_act="gelu"))
+
+
+def test_limited_steps_of_mamba2_are_served() -> None:
+    assert TransformersTarget(make_nemotron(time_step_min=0.5, time_step_max=0.9)).state_groups(1)
 
 
 LAYER_TYPES = {
