@@ -314,9 +314,11 @@ def _unclaimed(subject: StateSubject) -> Iterable[tuple[str, StateSpec]]:
     yield "float64", replace(base, dtype=torch.float64)
     yield "state_float64", replace(base, state_dtype=torch.float64)
     yield from ((each.value, varied(base, recurrence=each)) for each in Recurrence if each not in able.recurrences)
-    sizes = {"key_dim": able.key_dims, "value_dim": able.value_dims, "journal": able.journals}
-    for field, served in (*sizes.items(), ("conv_width", able.conv_widths)):
-        beyond = [size for size in (1, 7, 48, 257, 1024) if size not in served and getattr(base, field)]
+    sizes = {"journal": able.journals, "conv_width": able.conv_widths}
+    if base.matrices:
+        sizes |= {"key_dim": able.key_dims, "value_dim": able.value_dims}
+    for field, served in sizes.items():
+        beyond = [size for size in (1, 7, 48, 257, 1024) if size not in served]
         for size in beyond:
             change: dict[str, Any] = {field: size}
             yield f"{field}_{size}", replace(base, **change)

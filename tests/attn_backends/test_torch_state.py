@@ -9,7 +9,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from attn_backends import Accepted, CapabilitiesError, Sizes, StateInputs, get_state
+from attn_backends import CapabilitiesError, Sizes, StateInputs, get_state
 from attn_backends.torch_state import TorchState
 from builders import BatchBuffers, BatchError, Recurrence, RequestTables, StateSpec
 from tests.factories import CPU
@@ -187,11 +187,6 @@ def test_rejection_lists_every_reason():
         "has no grouped_keys",
         "has no tree",
     )
-
-
-def test_key_dims_are_not_asked_of_a_convolution():
-    spec = StateSpec(recurrence=Recurrence.CONV, num_value_heads=1, value_dim=64, journal=4, dtype=torch.float32)
-    assert "key_dim" not in str(Narrow().supports(spec, CPU)) and isinstance(TorchState().supports(spec, CPU), Accepted)
 
 
 def test_skip_is_refused_where_outputs_have_none():

@@ -319,10 +319,15 @@ def test_narrow_state_claims_are_unsupported_not_failed() -> None:
 
 
 class Convolutions(TorchState):
-    """Serves no keys."""
+    """Serves no matrices; the limits of their dims say nothing."""
 
     name, contract_version = "convolutions", (1, 3)
-    capabilities = replace(TorchState.capabilities, recurrences=(Recurrence.CONV,), key_dims=Sizes(among=(64,)))
+    capabilities = replace(
+        TorchState.capabilities,
+        recurrences=(Recurrence.CONV,),
+        key_dims=Sizes(among=(512,)),
+        value_dims=Sizes(among=(512,)),
+    )
 
 
 def test_backend_of_convolutions_alone_is_checked() -> None:
