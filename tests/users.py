@@ -12,6 +12,6 @@ USERS = {
     "plug-in": ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_000),
     "drafter": ("import spec_decode.drafter", 11_800),
     "kit": ("import spec_decode.conformance", 19_900),
-    "check": (CHECK, 20_000),
+    "check": (CHECK, 20_100),
     "LLM": ("import spec_decode.llm", 29_000),
 }
