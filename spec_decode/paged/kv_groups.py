@@ -103,7 +103,8 @@ class CachesTooLarge(BatchError):
 def _zero(cache: torch.Tensor) -> None:
     """Fill the cache with zeros. New memory of a CPU is zero and takes up no space until it is written, so that pages
     which no text comes to need never take any; a read leaves it so."""
-    fresh = cache.device.type == "cpu" and not bool((cache.view(torch.uint8) if cache.itemsize == 1 else cache).any())
+    # As bytes: of other dtypes, torch would make a copy in bool first.
+    fresh = cache.device.type == "cpu" and not bool(cache.view(torch.uint8).any())
     if not fresh:
         cache.zero_()
 
