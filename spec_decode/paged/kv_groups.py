@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected, StateBackend, select
+from attn_backends import AttentionBackend, KVCache, KVScales, NoBackend, Rejected, StateBackend, select
 from builders import (
     AttentionKind,
     AttentionSpec,
@@ -84,7 +84,8 @@ def make_group(
     width = spec.head_dim if spec.kind is AttentionKind.MLA else spec.head_dim + spec.out_dim
     needed = len(layers) * num_pages * spec.page_size * spec.num_kv_heads * width * spec.cache_dtype.itemsize
     _require_memory(name, f"{num_pages} pages of {spec.page_size} tokens in {len(layers)} layers", needed, device)
-    caches = {layer: backend.allocate_kv(spec, num_pages, device) for layer in layers}
+    scales = KVScales.ones(spec, device)
+    caches = {layer: replace(backend.allocate_kv(spec, num_pages, device), scales=scales) for layer in layers}
     for cache in caches.values():
         _zero(cache.key)
         _zero(cache.value)
