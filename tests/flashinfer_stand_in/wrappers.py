@@ -121,8 +121,8 @@ class _Wrapper:
         paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
         out: torch.Tensor,
         causal: bool,
-        k_scale: float | None,
-        v_scale: float | None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out, and the base-2 lse, fp32 [num_tokens, num_q_heads]."""
         key, value = paged_kv_cache
