@@ -5,7 +5,7 @@ Legend: N outputs, K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,10 +58,10 @@ class Fp8Store(TensorStore):
         store._hidden = frozenset().union(*map(store._beside, store._scales))
         return store
 
-    def kv_scales(self, num_layers: int) -> LayerScales:
+    def kv_scales(self, layers: Collection[int]) -> LayerScales:
         """As TensorStore.kv_scales. Raises CheckpointError also if config.json says that there are some and there are
         none."""
-        found = super().kv_scales(num_layers)
+        found = super().kv_scales(layers)
         if self.layout.caches and not found:
             raise CheckpointError(
                 f"{self.folder} has {SCHEME} in its config.json, but no k_scale and v_scale of any layer. Complete the "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
@@ -40,8 +40,10 @@ def has_scheme(section: ConfigReader) -> bool:
     return True
 
 
-def read_scales(names: Iterable[str], read: Callable[[str], torch.Tensor], num_layers: int, place: str) -> LayerScales:
-    """Read the scales of every layer; empty without any. read: returns a stored tensor. place: the folder.
+def read_scales(
+    names: Iterable[str], read: Callable[[str], torch.Tensor], layers: Collection[int], place: str
+) -> LayerScales:
+    """Read the scales of these layers; empty without any. read: returns a stored tensor. place: the folder.
 
     Raises CheckpointError for a layer that lacks one or has two, and for a scale that is not one positive number.
     """
@@ -59,11 +61,11 @@ def read_scales(names: Iterable[str], read: Callable[[str], torch.Tensor], num_l
         if (key := (int(match[1]), match[3])) in found:
             raise CheckpointError(f"{place} has two scales for layer {key[0]}, {name} is one. Restore the file.")
         found[key] = float(scale)
-    wanted = {(layer, part) for layer in range(num_layers) for part in "kv"}
+    wanted = {(layer, part) for layer in layers for part in "kv"}
     if found and found.keys() != wanted:
         (layer, part), *_ = sorted(found.keys() ^ wanted)
         raise CheckpointError(
             f"{place} has scales of an 8-bit KV cache, but not exactly one for keys and one for values in each of "
-            f"{num_layers} layers: {part}_scale of layer {layer} differs. Complete the download."
+            f"{len(layers)} layers: {part}_scale of layer {layer} differs. Complete the download."
         )
-    return {layer: (found[layer, "k"], found[layer, "v"]) for layer in range(num_layers)} if found else {}
+    return {layer: (found[layer, "k"], found[layer, "v"]) for layer in layers} if found else {}

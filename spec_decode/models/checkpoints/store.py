@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,11 +94,11 @@ class TensorStore:
         """Return the names of all tensors but the scales of an 8-bit KV cache."""
         return (frozenset(self._files) | self._given.keys()) - scale_names(self._files)
 
-    def kv_scales(self, num_layers: int) -> LayerScales:
-        """Read the calibrated scales of an 8-bit KV cache, as `read_scales`."""
+    def kv_scales(self, layers: Collection[int]) -> LayerScales:
+        """Read the calibrated scales of these layers' 8-bit KV caches, as `read_scales`."""
         names = scale_names(self._files)
         self._taken |= names
-        return read_scales(names, self.peek, num_layers, str(self.folder))
+        return read_scales(names, self.peek, layers, str(self.folder))
 
     @property
     def num_bytes(self) -> int:
