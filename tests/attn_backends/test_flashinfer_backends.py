@@ -74,8 +74,12 @@ def test_a_backend_passes_the_kit(name):
     report = check_backend(instance, device=CPU, checks=telling_checks(instance, *KIT))
     refused = {(result.check, result.case) for result in report.results if result.outcome is Outcome.UNSUPPORTED}
     without_trees = {(check, case) for check, case in refused if "tree" not in check}
-    refused_page = ("page_1",) if name == "flashinfer_xqa" else ()
-    assert without_trees <= {("graph.blocks_replay_over_other_batches", f"{each}-block") for each in refused_page}
+    xqa = name == "flashinfer_xqa"
+    refused_caches = ("fp8_cache_head_scales", *["fp8_cache"] * xqa)
+    assert without_trees <= {
+        *[("graph.blocks_replay_over_other_batches", "page_1-block")] * xqa,
+        *(("refusal.bad_scales_never_reach_a_kernel", f"{each}-decode") for each in refused_caches),
+    }
 
 
 def test_automatic_backend_passes_quick_kit():
