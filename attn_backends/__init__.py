@@ -18,6 +18,7 @@ from attn_backends.base import AttentionBackend, check_forward_inputs, check_wri
 from attn_backends.capabilities import Accepted, Capabilities, CapabilitiesError, Feature, FusedWrite, Rejected, Sizes
 from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
 from attn_backends.kv_cache import FP8_DS_MLA, CacheLayout, KVCache, cache_layout
+from attn_backends.kv_scales import KVScales
 from attn_backends.registry import (
     BackendError,
     BrokenBackend,
@@ -52,6 +53,7 @@ __all__ = [
     "FusedRopeWrite",
     "FusedWrite",
     "KVCache",
+    "KVScales",
     "MissingPackage",
     "NoBackend",
     "Rejected",

@@ -54,7 +54,8 @@ class AttentionBackend(ABC):
         return None
 
     def allocate_kv(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
-        """Allocate an uninitialised cache in the spec's layout, with the strides that suit this backend best."""
+        """Allocate an uninitialised cache in the spec's layout, with the strides that suit this backend best. Its owner
+        adds the scales of an 8-bit cache."""
         return cache_layout(spec).allocate(spec, num_pages, device)
 
     def write_kv(self, key: Tensor, value: Tensor, cache: KVCache, metadata: Any) -> None:

@@ -28,6 +28,8 @@ class Feature(str, Enum):
     """Queries that also see later tokens; see `AttentionSpec.causal`."""
     TREE = "tree"
     """Query tokens that form trees; see `AttentionBatch.tree_masks`."""
+    HEAD_SCALES = "head_scales"
+    """Scales of an 8-bit cache that differ between KV heads; see `AttentionSpec.head_scales`."""
 
 
 class FusedWrite(str, Enum):
@@ -312,5 +314,6 @@ def features_of(spec: AttentionSpec) -> list[Feature]:
         Feature.BATCH_INVARIANT: spec.batch_invariant,
         Feature.NON_CAUSAL: not spec.causal,
         Feature.TREE: spec.tree,
+        Feature.HEAD_SCALES: spec.head_scales,
     }
     return [feature for feature, is_used in used.items() if is_used]

@@ -34,6 +34,9 @@ _SINKS = ("sinks", "s_aux")
 _LATENT_QUERY = ("qv", "q_v")
 """Names that builds give to the argument for queries against the values, whose products are added to the scores."""
 
+_DESCALES = ("k_descale", "v_descale")
+"""Arguments for the scales of an e4m3 cache, fp32 [num_reqs, num_kv_heads] with any strides."""
+
 _UPSTREAM_PARTS = {
     Feature.SLIDING_WINDOW: {"LOCAL"},
     Feature.SOFT_CAP: {"SOFTCAP"},
@@ -71,7 +74,7 @@ class Provider:
     # Pages that are a multiple of the kernel's tile are read whole, past the last token: on an H200, with pages of 128
     # or more, NaN there reached the output of a prefill.
     page_sizes: Sizes = Sizes(maximum=64)
-    features: frozenset[Feature] = frozenset(Feature) - {Feature.BATCH_INVARIANT}
+    features: frozenset[Feature] = frozenset(Feature) - {Feature.BATCH_INVARIANT, Feature.HEAD_SCALES}
 
     def __init__(self, module: ModuleType) -> None:
         attend: Callable[..., Any] | None = getattr(module, self.entry, None)
@@ -84,6 +87,8 @@ class Provider:
         if self.sinks is None:
             self.features -= {Feature.SINKS}
         self.latent_query = next((name for name in _LATENT_QUERY if name in arguments), None)
+        if not {*_DESCALES} <= {*arguments}:
+            self.kv_dtypes = ()
         if _LSE not in arguments:
             self.features -= {Feature.TREE}
         self._attend = attend
@@ -160,6 +165,10 @@ class Provider:
         **extra: Any,
     ) -> Any:
         inputs = (cache.key, cache.value, metadata.kv_lens, metadata.block_table)
+        if cache.scales is not None:
+            by_request = metadata.num_reqs, spec.num_kv_heads
+            scales = (scale.expand(by_request) for scale in (cache.scales.key, cache.scales.value))
+            extra |= zip(_DESCALES, scales, strict=True)
         return self._attend(
             q=query,
             **dict(zip(self.inputs, inputs, strict=True)),

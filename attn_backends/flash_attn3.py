@@ -24,7 +24,7 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
     """Paged decode and extend with PROVIDER: split-KV decode, and the features that its kernels have.
 
     The kernels take sinks in bf16 only, so sinks are rounded to it, in the graph too. Over an e4m3 cache they multiply
-    e4m3: queries are clamped and rounded to it, unscaled like keys and values, and outputs are bf16. They do not
+    e4m3: queries are clamped and rounded to it, with a scale of 1, and outputs are bf16. They do not
     support trees: their output over a tree's prefix, and its lse, are merged with the tree's own attention, whose sinks
     are exact.
     """

@@ -74,6 +74,7 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
         head_dims=Sizes(minimum=64, maximum=256, power_of_two=True),
         page_sizes=Sizes(),
         features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP, Feature.NON_CAUSAL, Feature.TREE}),
+        kv_dtypes=(torch.float8_e4m3fn,),
         fused_writes=frozenset({FusedWrite.ROPE}),
         lowest_score=_lowest_score(version),
     )
@@ -91,7 +92,7 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
 
     def compiled_for(self, spec: AttentionSpec) -> Hashable:
         """Name what nvcc compiles a module for."""
-        return spec.dtype, spec.head_dim, spec.sliding_window is not None, spec.soft_cap is not None
+        return spec.dtype, spec.cache_dtype, spec.head_dim, spec.sliding_window is not None, spec.soft_cap is not None
 
     def forward(
         self, query: Tensor, cache: KVCache, metadata: FlashInferMetadata, *, spec: AttentionSpec, sinks: Sinks = None
@@ -110,13 +111,24 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
         # Without `out`, the prefill wrapper would fill a new output with zeros first.
         out = query.new_empty(query.shape)
         own, attended = query[: metadata.launch.num_tokens], out[: metadata.launch.num_tokens]
-        run = partial(metadata.launch.wrapper.run, own, (cache.key, cache.value), out=attended, enable_pdl=False)
+        scales = _scales(cache)
+        run = partial(
+            metadata.launch.wrapper.run, own, (cache.key, cache.value), out=attended, enable_pdl=False, **scales
+        )
         if metadata.tree_masks is None:
             run()
         else:
             _, lse = run(return_lse=True)
             merge_tree(attended, lse, own, cache, metadata, spec, sinks, lse_base_2=True)
         return out
+
+
+def _scales(cache: KVCache) -> dict[str, float]:
+    """Return the arguments for the scales of an e4m3 cache; a value scale of 1 is left out, for it costs a kernel."""
+    if cache.scales is None:
+        return {}
+    scales = {"k_scale": cache.scales.key_floats[0], "v_scale": cache.scales.value_floats[0]}
+    return {name: scale for name, scale in scales.items() if scale != 1.0}
 
 
 class FlashInferTensorCores(FlashInfer):
@@ -148,6 +160,7 @@ class FlashInferXqa(FlashInfer):
         FlashInfer.capabilities,
         page_sizes=Sizes(minimum=16, maximum=128, power_of_two=True),
         features=FlashInfer.capabilities.features - {Feature.SOFT_CAP},
+        kv_dtypes=(),
         compute_capability=(9, 0),
         # Between a CTA's warp groups and between a request's CTAs: mergeAndSaveOutTile in mha.cu of csrc/xqa.
         rounds_partials=True,

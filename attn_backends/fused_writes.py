@@ -26,7 +26,7 @@ class FusedRopeWrite:
         query  [num_tokens, num_q_heads, head_dim]
         key    [num_tokens, num_kv_heads, head_dim], value [..., value_dim], in spec.new_kv_dtype
         """
-        rope_and_write_kv(query, key, value, rope, cache.key, cache.value, metadata.slot_mapping)
+        rope_and_write_kv(query, key, value, rope, cache.key, cache.value, metadata.slot_mapping, cache.both_scales)
 
 
 class FusedLatentWrite:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from attn_backends.kernels import fp8_ds_mla
-from attn_backends.kernels.write_kv import check_new_kv, write_kv
+from attn_backends.kernels.write_kv import Scales, check_new_kv, write_kv
 from attn_backends.kernels.write_latent import KvANormRope, write_latent
+from attn_backends.kv_scales import KVScales, check_scales
 from builders import AttentionKind, AttentionSpec, BatchError
 from builders.errors import require_tensor
 
@@ -21,10 +22,27 @@ class KVCache:
 
     If keys and values are one latent, the values are a view of the keys. An fp8_ds_mla cache holds bytes, uint8
     [num_pages, page_size, 1, bytes per token], in both, with a page's bytes adjacent; there can be gaps between pages.
+    scales: of keys and values in float8_e4m3fn, which mean nothing without; None in every other cache.
     """
 
     key: Tensor
     value: Tensor
+    scales: KVScales | None = None
+
+    @property
+    def key_scale(self) -> Tensor | None:
+        """fp32 [1] or [num_kv_heads], or None."""
+        return None if self.scales is None else self.scales.key
+
+    @property
+    def value_scale(self) -> Tensor | None:
+        """fp32 [1] or [num_kv_heads], or None."""
+        return None if self.scales is None else self.scales.value
+
+    @property
+    def both_scales(self) -> Scales | None:
+        """Those of keys and of values."""
+        return None if self.scales is None else (self.scales.key, self.scales.value)
 
     @property
     def num_pages(self) -> int:
@@ -60,13 +78,15 @@ class CacheLayout:
         return spec.head_dim, spec.out_dim, spec.cache_dtype
 
     def allocate(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
-        """Allocate an uninitialised cache."""
+        """Allocate an uninitialised cache, without scales."""
         *dims, dtype = self.token(spec)
         shape = (num_pages, spec.page_size, spec.num_kv_heads)
-        return KVCache(*(torch.empty(*shape, dim, dtype=dtype, device=device) for dim in dims))
+        key, value = (torch.empty(*shape, dim, dtype=dtype, device=device) for dim in dims)
+        return KVCache(key, value)
 
     def check(self, cache: KVCache, spec: AttentionSpec, device: torch.device) -> None:
-        """Raise BatchError for a cache whose shape, dtype, device or strides are not those of the spec."""
+        """Raise BatchError for a cache whose shape, dtype, device, strides or scales are not those of the spec."""
+        check_scales(cache.scales, spec, device)
         key_dim, value_dim, dtype = self.token(spec)
         for name, tensor, dim in (("key cache", cache.key, key_dim), ("value cache", cache.value, value_dim)):
             pages = (None, spec.page_size, spec.num_kv_heads, dim)
@@ -79,12 +99,12 @@ class CacheLayout:
 
     def check_new(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Raise BatchError for new keys and values that do not fit the cache."""
-        check_new_kv(key, value, cache.key, cache.value, slot_mapping)
+        check_new_kv(key, value, cache.key, cache.value, slot_mapping, cache.both_scales)
 
     def write(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store new keys and values; see `AttentionBackend.write_kv`. Raises BatchError, and writes nothing, for
         tensors that do not fit."""
-        write_kv(key, value, cache.key, cache.value, slot_mapping)
+        write_kv(key, value, cache.key, cache.value, slot_mapping, cache.both_scales)
 
     def latents(self, cache: KVCache) -> Tensor:
         """Return what a kernel over latents reads: the keys of the only head."""

@@ -53,6 +53,8 @@ def merge_tree(
         max_query_len=metadata.max_query_len,
         scale=spec.softmax_scale,
         soft_cap=spec.soft_cap,
+        key_scale=cache.key_scale,
+        value_scale=cache.value_scale,
     )
     tree_attention(*arguments)
     return out

@@ -28,7 +28,7 @@ class TorchReference(FusedLatentWrite, FusedRopeWrite, AttentionBackend):
 
     name = "torch_reference"
     version = str(torch.__version__)
-    contract_version = (1, 2)
+    contract_version = (1, 3)
     builder = ReferenceBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),
@@ -79,9 +79,9 @@ def _attend(
     table = metadata.block_table[metadata.token_to_req[part]].long()
     page = table[:, (position // size).clamp(max=table.shape[1] - 1)]
     slot = torch.where(seen, page * size + position % size, 0)
-    key = _gather(cache, cache.key, slot)
+    key = _gather(cache, cache.key, slot, cache.key_scale)
     # Scores of masked keys are filled below. A NaN value would survive a weight of 0.
-    value = _gather(cache, cache.value, slot).masked_fill_(~seen[..., None, None], 0.0)
+    value = _gather(cache, cache.value, slot, cache.value_scale).masked_fill_(~seen[..., None, None], 0.0)
     grouped = query.float().view(tokens, spec.num_kv_heads, spec.group_size, spec.head_dim)
     # With this operand order no key is copied across its dims: half the time of einsum on a CPU.
     scores = torch.cat([(keys.transpose(1, 2) @ grouped.mT).mT for keys in key.split(block, 1)], -1)
@@ -105,12 +105,15 @@ def _seen_in_trees(metadata: ReferenceMetadata, masks: Tensor, part: slice, posi
     return (query_token < 0) | (masks[:, None] >> query_token.clamp(0, 63) & 1).bool()
 
 
-def _gather(cache: KVCache, part: Tensor, slot: Tensor) -> Tensor:
-    """Return keys or values [pages, size, H, D] at slot [T, L] as fp32 [T, L, H, D], always a copy."""
+def _gather(cache: KVCache, part: Tensor, slot: Tensor, scale: Tensor | None) -> Tensor:
+    """Return keys or values [pages, size, H, D] at slot [T, L] as fp32 [T, L, H, D], always a copy, times their
+    scale."""
     size = part.shape[1]
     if cache.layout is FP8_DS_MLA:
         return gather_and_dequantise(cache.latents, slot.flatten(), size).view(*slot.shape, 1, -1).float()
     if part.is_contiguous():
         # A single index copies whole rows: on a CPU several times as fast as two, which copy by element.
-        return part.flatten(0, 1).index_select(0, slot.flatten()).view(*slot.shape, *part.shape[2:]).float()
-    return part[slot // size, slot % size].float()
+        found = part.flatten(0, 1).index_select(0, slot.flatten()).view(*slot.shape, *part.shape[2:]).float()
+    else:
+        found = part[slot // size, slot % size].float()
+    return found if scale is None else found * scale[:, None]

@@ -19,7 +19,7 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
 
     name = "triton_paged"
     version = TRITON_VERSION
-    contract_version = (1, 2)
+    contract_version = (1, 3)
     builder = TritonPagedBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),
@@ -27,6 +27,7 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
         head_dims=Sizes(minimum=64, maximum=256, multiple_of=8),
         page_sizes=Sizes(power_of_two=True),
         features=frozenset(Feature),
+        kv_dtypes=(torch.float8_e4m3fn,),
         fused_writes=frozenset({FusedWrite.ROPE}),
     )
 
@@ -62,5 +63,7 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
             soft_cap=spec.soft_cap,
             causal=spec.causal,
             batch_invariant=spec.batch_invariant,
+            key_scale=cache.key_scale,
+            value_scale=cache.value_scale,
         )
         return paged_attention(*arguments)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from attn_backends import FP8_DS_MLA, AttentionBackend, KVCache, cache_layout
+from attn_backends import FP8_DS_MLA, AttentionBackend, KVCache, KVScales, cache_layout
 from benchmarks.rows import BenchRow
 from builders import AttentionKind, AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 
@@ -81,7 +82,7 @@ class DecodeFixture:
 
     def _filled(self, backend: AttentionBackend) -> KVCache:
         spec = self.spec
-        cache = backend.allocate_kv(spec, self.num_pages, self.device)
+        cache = replace(backend.allocate_kv(spec, self.num_pages, self.device), scales=KVScales.ones(spec, self.device))
         if cache_layout(spec) is not FP8_DS_MLA:
             cache.key.normal_()
             if not cache.latent:

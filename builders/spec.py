@@ -62,6 +62,8 @@ class AttentionSpec:
     """Whether a query's output must be bitwise the same for any other requests and query tokens in the batch."""
     tree: bool = False
     """Whether a batch can have query tokens that form trees; see `AttentionBatch.tree_masks`."""
+    head_scales: bool = False
+    """Whether each KV head of a float8_e4m3fn cache has its own scales; False: one for keys and one for values."""
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -110,6 +112,11 @@ class AttentionSpec:
                 f"a tree's tokens must all lie within the window of each, so sliding_window must be at least "
                 f"{MAX_TREE_TOKENS}, got {self.sliding_window}"
             )
+        if self.head_scales and not self.num_kv_scales:
+            problems.append(
+                f"head_scales are those of keys and values in torch.float8_e4m3fn, got {self.kind.value} in "
+                f"{self.cache_dtype}"
+            )
         return problems
 
     @property
@@ -135,6 +142,13 @@ class AttentionSpec:
         return self.kv_dtype
 
     @property
+    def num_kv_scales(self) -> int:
+        """Scales of keys, and as many of values: none unless keys and values are stored as float8_e4m3fn."""
+        if self.cache_dtype is not torch.float8_e4m3fn or self.kind is AttentionKind.MLA:
+            return 0
+        return self.num_kv_heads if self.head_scales else 1
+
+    @property
     def new_kv_dtype(self) -> torch.dtype:
         """Dtype of new keys and values as passed in: the cache's, or `dtype` if storing quantises."""
         return self.dtype if self.cache_dtype.itemsize == 1 else self.cache_dtype
@@ -155,6 +169,8 @@ class AttentionSpec:
         ]
         if self.cache_dtype != self.dtype:
             parts.append(f"kv {str(self.cache_dtype).removeprefix('torch.')}")
+        if self.head_scales:
+            parts.append("head scales")
         if self.sliding_window is not None:
             parts.append(f"window {self.sliding_window}")
         if self.soft_cap is not None:

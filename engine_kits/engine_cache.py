@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,14 +35,14 @@ class NoAttention(EngineCache):
 
 def with_null_page(cache: KVCache) -> KVCache:
     """Return the engine's whole cache: the null page, then the kit's pages."""
-    return KVCache(*map(_from_the_null_page, (cache.key, cache.value)))
+    return replace(cache, key=_from_the_null_page(cache.key), value=_from_the_null_page(cache.value))
 
 
 def after_the_null_page(pages: KVCache) -> KVCache:
     """Return the kit's pages of an engine's cache, and fill the null page with NaN."""
     for part in (pages.key, pages.value):
         part[0].view(torch.uint8).fill_(0xFF)
-    return KVCache(pages.key[1:], pages.value[1:])
+    return replace(pages, key=pages.key[1:], value=pages.value[1:])
 
 
 def _from_the_null_page(pages: Tensor) -> Tensor:

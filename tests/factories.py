@@ -20,6 +20,7 @@ from spec_decode.engine import EngineConfig, Request
 from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig
 from spec_decode.paged import GraphMode
 from spec_decode.sampling import SamplingParams
+from spec_decode.testing.layouts import scales_of
 
 CPU = torch.device("cpu")
 indexes_fp8 = pytest.mark.xfail(
@@ -156,6 +157,7 @@ def make_cache(spec: AttentionSpec, num_pages: int, seed: int = 0) -> KVCache:
     return KVCache(
         torch.randn(*shape, spec.head_dim, generator=generator).to(spec.cache_dtype),
         torch.randn(*shape, spec.out_dim, generator=generator).to(spec.cache_dtype),
+        scales_of(spec, CPU),
     )
 
 

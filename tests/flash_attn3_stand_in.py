@@ -41,6 +41,8 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     s_aux: torch.Tensor | None = None,
     q_v: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
 ) -> Any:
     if fa_version != 3 or num_splits < 1:
         raise RuntimeError(f"version 3 with splits of its own is asked for, got {fa_version} and {num_splits}")
@@ -50,8 +52,11 @@ def flash_attn_varlen_func(
         if (q.shape[-1], v.shape[-1]) != (64, 512) or q_v.shape[-1] != 512:
             raise RuntimeError(f"q_v takes keys of 64 dims and values of 512, got {q.shape[-1]} and {v.shape[-1]}")
         q, k = torch.cat([q, q_v], -1), torch.cat([k, v], -1)
+    for descale in (k_descale, v_descale):
+        if descale is not None and (descale.shape, descale.dtype) != ((len(seqused_k), k.shape[2]), torch.float32):
+            raise RuntimeError(f"descale must have shape (batch_size, num_heads_k), got {list(descale.shape)}")
     sizes = softmax_scale, causal, *window_size, softcap
-    out, lse = attend(q, k, v, cu_seqlens_q, seqused_k, block_table, s_aux, *sizes)
+    out, lse = attend(q, k, v, cu_seqlens_q, seqused_k, block_table, s_aux, *sizes, k_descale, v_descale)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -69,6 +74,8 @@ def attend(
     window_left: int,
     window_right: int,
     soft_cap: float,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out [T, H, E], in bf16 if queries are e4m3, and lse fp32 [H, T]."""
     tokens, heads, size, kv_heads = *query.shape[:2], key.shape[1], key.shape[2]
@@ -81,7 +88,10 @@ def attend(
         page = table[request, at // size].long()
         if ((page < 0) | (page >= len(key))).any():
             raise RuntimeError(f"illegal memory access: pages {page.tolist()} of {len(key)}")
-        keys, values = (part[page, at % size].float() for part in (key, value))
+        keys, values = (
+            part[page, at % size].float() * (1.0 if scale is None else scale[request, :, None])
+            for part, scale in ((key, key_scale), (value, value_scale))
+        )
         place = torch.arange(rows.stop - rows.start)[:, None] + length - (rows.stop - rows.start)
         hidden = (at < place - window_left) & (window_left >= 0) | (at > place + right) & (right >= 0)
         scores = torch.einsum("qkgd,nkd->qkgn", query[rows].float().unflatten(1, (kv_heads, -1)), keys) * scale

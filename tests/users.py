@@ -9,9 +9,9 @@ checks = ["contract.*", "*[[]base-decode]", "drafter.*[[]k4-n3*"]
 assert check_backend("torch_reference", device=torch.device("cpu"), checks=checks).results
 """
 USERS = {
-    "plug-in": ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_000),
-    "drafter": ("import spec_decode.drafter", 11_800),
-    "kit": ("import spec_decode.conformance", 19_900),
-    "check": (CHECK, 20_100),
-    "LLM": ("import spec_decode.llm", 29_000),
+    "plug-in": ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_300),
+    "drafter": ("import spec_decode.drafter", 11_900),
+    "kit": ("import spec_decode.conformance", 20_400),
+    "check": (CHECK, 20_700),
+    "LLM": ("import spec_decode.llm", 29_200),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from builders.devices import converts_fp8
 from builders.kernels.triton_runtime import tl, triton
 
 _LARGEST = 448.0
@@ -15,6 +16,31 @@ _LARGEST = 448.0
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     """Convert x, of 16 bits or more, to float8_e4m3fn."""
     return x.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+
+
+def as_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """View a cache of e4m3 as uint8, which every chip stores; others as they are."""
+    return cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
+
+
+def to_widen(cache: torch.Tensor) -> torch.Tensor:
+    """View a cache as `widened` reads it: e4m3 as bytes on chips that cannot convert it."""
+    return cache if converts_fp8(cache.device) else as_bytes(cache)
+
+
+@triton.jit
+def widened(x, DTYPE: tl.constexpr):
+    """Convert x to DTYPE, of 16 bits or more: exact for e4m3, and for bytes that hold it.
+
+    The bits of e4m3 are those of an fp32 with another bias: 2^-120 of the number, also below 2^-6.
+    """
+    if x.dtype == tl.uint8:
+        TWO_TO_120: tl.constexpr = 1.329227995784916e36
+        code = x.to(tl.int32)
+        fp32 = (((code & 0x7F) << 20) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * TWO_TO_120
+        return tl.where((code & 0x7F) == 0x7F, float("nan"), fp32).to(DTYPE)
+    else:
+        return x.to(DTYPE)
 
 
 @triton.jit

@@ -105,6 +105,8 @@ class LatentAttentionArguments(NamedTuple):
             None,  # soft_cap
             self.causal,
             self.batch_invariant,
+            None,  # key_scale
+            None,  # value_scale
         ).reference()
 
     def fake(self) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from attn_backends.kernels.e4m3 import to_widen, widened
 from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.devices import num_sms, room_of
@@ -33,7 +34,7 @@ class PagedAttentionArguments(NamedTuple):
     """Attention of query [T, Hq, D] over paged caches; returns [T, Hq, Dv] in query's dtype.
 
     query            [T, Hq, D]
-    key_cache        [pages, page_size, Hkv, D] of query's dtype, strided in all but the last dim
+    key_cache        [pages, page_size, Hkv, D] of query's dtype or e4m3, strided in all but the last dim
     value_cache      [pages, page_size, Hkv, Dv] likewise
     block_table      int32 [R, max_pages], read only below seq_lens
     seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0, and so
@@ -51,6 +52,8 @@ class PagedAttentionArguments(NamedTuple):
     causal           False: a query also sees its request's later queries, unless they form a tree
     batch_invariant  tile by the op's sizes and a token's position only: a row has the same bits in any batch; splits
                      have SPLIT_TOKENS tokens, and the last takes the rest. With a window there is one split
+    key_scale        fp32 [1] or [Hkv], what stored keys are multiplied by; None is 1
+    value_scale      likewise; one is None exactly if the other is
 
     Raises BatchError for batch_invariant with a window and more than one split.
     """
@@ -71,6 +74,8 @@ class PagedAttentionArguments(NamedTuple):
     soft_cap: float | None
     causal: bool
     batch_invariant: bool
+    key_scale: torch.Tensor | None
+    value_scale: torch.Tensor | None
 
     @property
     def longest(self) -> int:
@@ -99,7 +104,8 @@ class PagedAttentionArguments(NamedTuple):
                 # With fewer tokens than queries the first queries see none; one hidden token stands in for that.
                 end = length if whole else max(1, length - (last - start - step))
                 pages, rows = self.block_table[request], slice(start, start + step)
-                key, value = _tokens(self.key_cache, pages, end), _tokens(self.value_cache, pages, end)
+                key = _tokens(self.key_cache, pages, end, self.key_scale)
+                value = _tokens(self.value_cache, pages, end, self.value_scale)
                 hidden = self._hidden(rows, length - (last - first), start - first, end)
                 out[rows] = self._attend(self.query[rows].float(), key, value, hidden).to(out.dtype)
         return out
@@ -194,13 +200,15 @@ class PagedAttentionArguments(NamedTuple):
         )
         attention_kernel[grid](
             q_ptr=query,
-            k_cache_ptr=self.key_cache,
-            v_cache_ptr=self.value_cache,
+            k_cache_ptr=to_widen(self.key_cache),
+            v_cache_ptr=to_widen(self.value_cache),
             block_table_ptr=self.block_table,
             seq_lens_ptr=self.seq_lens,
             query_start_loc_ptr=self.query_start_loc,
             sinks_ptr=self.sinks,
             tree_masks_ptr=self.tree_masks,
+            k_scale_ptr=self.key_scale,
+            v_scale_ptr=self.value_scale,
             o_ptr=partial,
             lse_ptr=lse,
             sm_scale=self.scale,
@@ -232,6 +240,8 @@ class PagedAttentionArguments(NamedTuple):
             TREE=self.tree_masks is not None,
             HAS_SOFTCAP=bool(self.soft_cap),
             HAS_SINKS=sinks is not None and not split,  # with several splits the merge adds them
+            HAS_SCALES=self.key_scale is not None,
+            HEAD_SCALES=self.key_scale is not None and len(self.key_scale) > 1,
             WIDE_PAGES=page_size * max(self.key_cache.stride(1), self.value_cache.stride(1)) >= 1 << 31,
             FP32_DOT=query.device.type == "cpu",
             **tile,
@@ -274,10 +284,11 @@ def launch_merge(
     )
 
 
-def _tokens(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+def _tokens(cache: torch.Tensor, pages: torch.Tensor, length: int, scale: torch.Tensor | None) -> torch.Tensor:
     """Return the first `length` cached tokens of a request, fp32 [Hkv, length, D]."""
     count = -(-length // cache.shape[1])
-    return cache[pages[:count].long()].flatten(0, 1)[:length].transpose(0, 1).float()
+    stored = cache[pages[:count].long()].flatten(0, 1)[:length].transpose(0, 1).float()
+    return stored if scale is None else stored * scale[:, None, None]
 
 
 def tile_config(*, row_bytes: int, tokens: int, one_per_sm: bool, block_m: int, wgmma: bool) -> dict[str, int]:
@@ -312,6 +323,8 @@ def attention_kernel(
     query_start_loc_ptr,  # int32 [R + 1]
     sinks_ptr,  # fp32 [Hq], or None
     tree_masks_ptr,  # int64 [T], or None: which query tokens each one sees
+    k_scale_ptr,  # fp32 [1] or [Hkv]; not read unless HAS_SCALES
+    v_scale_ptr,  # likewise
     o_ptr,  # out: [T, Hq, Dv]; with more than one split fp32 [S, T, Hq, Dv]
     lse_ptr,  # out: fp32 [S, T, Hq], log2 of each split's sum of exponentials; not written for one split
     sm_scale,  # factor on q.k
@@ -344,6 +357,8 @@ def attention_kernel(
     TREE: tl.constexpr,  # query tokens see each other by tree_masks
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HEAD_SCALES: tl.constexpr,  # one for each KV head
     WIDE_PAGES: tl.constexpr,  # whether an offset within a page can need 64 bits
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,  # programmatic dependent launch
@@ -409,6 +424,8 @@ def attention_kernel(
     )
     if FP32_DOT:
         q = q.to(tl.float32)
+    if HAS_SCALES:
+        sm_scale *= tl.load(k_scale_ptr + kv_head * HEAD_SCALES)
     m_i = tl.full((BLOCK_M,), M_INIT, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
@@ -435,9 +452,8 @@ def attention_kernel(
             mask=mask_n[:, None] & (offs_dv[None, :] < VALUE_DIM),
             other=0.0,
         )
-        if FP32_DOT:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
+        k = widened(k, q.dtype)
+        v = widened(v, q.dtype)
         # 5b. qk [M, N], capped and masked. "ieee" keeps fp32 operands from being rounded to TF32.
         qk = tl.dot(q, k, input_precision="ieee") * sm_scale
         if HAS_SOFTCAP:
@@ -469,6 +485,8 @@ def attention_kernel(
         alpha = tl.exp2(m_i - m_ij)
         l_i = l_i * alpha + tl.exp2(sink - m_ij)
         acc = acc * alpha[:, None]
+    if HAS_SCALES:
+        acc *= tl.load(v_scale_ptr + kv_head * HEAD_SCALES)
     # 7. Divide and store. The test is for equality, so that a NaN is not taken for an empty row, here and in the merge.
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     row_offs = (split.to(tl.int64) * num_tokens + q_token) * HEADS + head

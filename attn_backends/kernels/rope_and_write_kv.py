@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from attn_backends.kernels.e4m3 import as_bytes
 from attn_backends.kernels.rope import Rope, angles_of, check_rope, rope_formula, rotated_pairs
-from attn_backends.kernels.write_kv import WriteKV, check_new_kv, quantised
+from attn_backends.kernels.write_kv import NO_SCALES, Scales, WriteKV, check_new_kv, quantised
 from builders.errors import BatchError, require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
@@ -22,18 +23,19 @@ def rope_and_write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: Scales | None = None,
 ) -> None:
     """Apply `apply_rope` to query in place and to a copy of key, and `write_kv` to that copy and value. Same results.
 
     query         [num_tokens, num_q_heads, D]
     key           [num_tokens, num_kv_heads, D]; key and value can be views of one packed projection
     value         [num_tokens, num_kv_heads, value_dim]
-    key_cache, value_cache, slot_mapping: see `write_kv`
+    key_cache, value_cache, slot_mapping, scales: see `write_kv`
 
     Raises BatchError, and changes nothing, for tensors that a kernel would misread.
     """
     tokens, _, dim = key.shape
-    check_new_kv(key, value, key_cache, value_cache, slot_mapping)
+    check_new_kv(key, value, key_cache, value_cache, slot_mapping, scales)
     require_tensor("query", query, shape=(tokens, None, dim), dtype=key.dtype, device=key.device)
     check_rope(query, rope)
     if query.shape[1] % key.shape[1]:
@@ -41,7 +43,7 @@ def rope_and_write_kv(
             f"query heads must be a multiple of {key.shape[1]}, got {query.shape[1]}; a kernel would skip heads. Pass "
             "whole groups."
         )
-    _op(query, key, value, *rope, key_cache, value_cache, slot_mapping)
+    _op(query, key, value, *rope, key_cache, value_cache, slot_mapping, *(scales or NO_SCALES))
 
 
 class _RopeAndWriteKV(NamedTuple):
@@ -53,15 +55,18 @@ class _RopeAndWriteKV(NamedTuple):
     key_cache: torch.Tensor
     value_cache: torch.Tensor
     slot_mapping: torch.Tensor
+    key_scale: torch.Tensor | None
+    value_scale: torch.Tensor | None
 
     def reference(self) -> None:
         rope = Rope(self.positions, self.table)
         self.query.copy_(rope_formula(self.query, rope))
         key = rope_formula(self.key, rope)
-        WriteKV(key, self.value, self.key_cache, self.value_cache, self.slot_mapping).reference()
+        WriteKV(key, self.value, *self[5:]).reference()
 
     def launch(self) -> None:
-        query, key, value, key_cache, value_cache = self.query, self.key, self.value, self.key_cache, self.value_cache
+        query, key, value = self.query, self.key, self.value
+        key_cache, value_cache = as_bytes(self.key_cache), as_bytes(self.value_cache)
         tokens, heads, dim = key.shape
         group, value_dim = query.shape[1] // heads, value.shape[2]
         _rope_and_write_kv_kernel[(tokens, heads)](
@@ -70,9 +75,11 @@ class _RopeAndWriteKV(NamedTuple):
             v_ptr=self.value,
             positions_ptr=self.positions,
             cos_sin_ptr=self.table,
-            k_cache_ptr=self.key_cache,
-            v_cache_ptr=self.value_cache,
+            k_cache_ptr=key_cache,
+            v_cache_ptr=value_cache,
             slot_mapping_ptr=self.slot_mapping,
+            k_scale_ptr=self.key_scale,
+            v_scale_ptr=self.value_scale,
             stride_q_token=query.stride(0),
             stride_q_head=query.stride(1),
             stride_k_token=key.stride(0),
@@ -93,7 +100,8 @@ class _RopeAndWriteKV(NamedTuple):
             BLOCK_G=next_power_of_2(group),
             BLOCK_D=next_power_of_2(dim // 2),
             BLOCK_DV=next_power_of_2(value_dim),
-            QUANTISE=key.dtype != key_cache.dtype,
+            QUANTISE=self.key_scale is not None,
+            HEAD_SCALES=self.key_scale is not None and len(self.key_scale) > 1,
             num_warps=1 if group * dim <= 1024 else 4,
             **dependent_launch(key.device),
         )
@@ -109,6 +117,8 @@ def _rope_and_write_kv_kernel(
     k_cache_ptr,  # out: [pages, page_size, num_kv_heads, D]
     v_cache_ptr,  # out: [pages, page_size, num_kv_heads, value_dim]
     slot_mapping_ptr,  # int64 [num_tokens]
+    k_scale_ptr,  # fp32 [1] or [num_kv_heads]; None unless QUANTISE
+    v_scale_ptr,  # likewise
     stride_q_token,
     stride_q_head,
     stride_k_token,
@@ -129,7 +139,8 @@ def _rope_and_write_kv_kernel(
     BLOCK_G: tl.constexpr,  # GROUP, rounded up to a power of two
     BLOCK_D: tl.constexpr,  # D / 2, likewise
     BLOCK_DV: tl.constexpr,  # value_dim, likewise
-    QUANTISE: tl.constexpr,  # whether the caches are e4m3 and key and value wider
+    QUANTISE: tl.constexpr,  # whether the caches are bytes of e4m3
+    HEAD_SCALES: tl.constexpr,  # whether each head has scales of its own
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """q and k rotated as in `_rope_kernel`; q is stored in place, k and v in their slot.
@@ -155,8 +166,9 @@ def _rope_and_write_kv_kernel(
     mask_v = offs_dv < VALUE_DIM
     v = tl.load(v_ptr + token * stride_v_token + kv_head * stride_v_head + offs_dv, mask=mask_v)
     if QUANTISE:
-        k1, k2 = quantised(k1, k_cache_ptr), quantised(k2, k_cache_ptr)
-        v = quantised(v, v_cache_ptr)
+        k_scale = tl.load(k_scale_ptr + kv_head * HEAD_SCALES)
+        k1, k2 = quantised(k1, k_scale), quantised(k2, k_scale)
+        v = quantised(v, tl.load(v_scale_ptr + kv_head * HEAD_SCALES))
     # 2. Store q in place, k and v in the slot
     tl.store(q_ptrs, q1, mask=mask_q)
     tl.store(q_ptrs + HALF_DIM, q2, mask=mask_q)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from attn_backends.kernels.e4m3 import to_widen, widened
 from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.paged_attention import length_within, seen_in_tree
 from attn_backends.kernels.softmax import softmax_with_sinks
@@ -40,6 +41,8 @@ class TreeAttentionArguments(NamedTuple):
     max_query_len    at most MAX_TREE_TOKENS; a capture constant, which sizes the launch
     scale            factor on q.k
     soft_cap         None is no cap
+    key_scale        fp32 [1] or [Hkv], what stored keys are multiplied by; None is 1
+    value_scale      likewise; one is None exactly if the other is
     """
 
     query: torch.Tensor
@@ -56,6 +59,8 @@ class TreeAttentionArguments(NamedTuple):
     max_query_len: int
     scale: float
     soft_cap: float | None
+    key_scale: torch.Tensor | None
+    value_scale: torch.Tensor | None
 
     @property
     def _longest(self) -> int:
@@ -93,7 +98,10 @@ class TreeAttentionArguments(NamedTuple):
         """Return keys and values at position [N], fp32 [N, Hkv, D] and [N, Hkv, Dv]."""
         size = self.key_cache.shape[1]
         page, offset = self.block_table[request, position // size].long(), position % size
-        return self.key_cache[page, offset].float(), self.value_cache[page, offset].float()
+        own = self.key_cache[page, offset].float(), self.value_cache[page, offset].float()
+        if self.key_scale is None or self.value_scale is None:
+            return own
+        return own[0] * self.key_scale[:, None], own[1] * self.value_scale[:, None]
 
     def launch(self) -> None:
         query, sinks = self.query, self.sinks
@@ -105,14 +113,16 @@ class TreeAttentionArguments(NamedTuple):
         tiles = cdiv(max_rows, block_m)
         out = stored_as(self.out)
         _tree_attention_kernel[(len(self.seq_lens) * tiles, kv_heads)](
-            q_ptr=self.query,
-            k_cache_ptr=self.key_cache,
-            v_cache_ptr=self.value_cache,
+            q_ptr=to_widen(self.query),
+            k_cache_ptr=to_widen(self.key_cache),
+            v_cache_ptr=to_widen(self.value_cache),
             block_table_ptr=self.block_table,
             seq_lens_ptr=self.seq_lens,
             query_start_loc_ptr=self.query_start_loc,
             sinks_ptr=self.sinks,
             tree_masks_ptr=self.tree_masks,
+            k_scale_ptr=self.key_scale,
+            v_scale_ptr=self.value_scale,
             o_ptr=out,
             lse_ptr=self.lse,
             sm_scale=self.scale,
@@ -141,6 +151,8 @@ class TreeAttentionArguments(NamedTuple):
             BLOCK_N=max(16, next_power_of_2(self.max_query_len)),
             HAS_SOFTCAP=bool(self.soft_cap),
             HAS_SINKS=sinks is not None,
+            HAS_SCALES=self.key_scale is not None,
+            HEAD_SCALES=self.key_scale is not None and len(self.key_scale) > 1,
             LSE_BASE_2=self.lse_base_2,
             num_warps=8 if max(block_d, block_dv) >= 128 else 4,
             num_stages=1,
@@ -160,6 +172,8 @@ def _tree_attention_kernel(
     query_start_loc_ptr,  # int32 [R + 1]
     sinks_ptr,  # fp32 [Hq], or None
     tree_masks_ptr,  # int64 [T]: which query tokens each one sees
+    k_scale_ptr,  # fp32 [1] or [Hkv]; not read unless HAS_SCALES
+    v_scale_ptr,  # likewise
     o_ptr,  # in and out: [T, Hq, Dv]
     lse_ptr,  # fp32 [T, Hq], of the prefix
     sm_scale,  # factor on q.k
@@ -188,6 +202,8 @@ def _tree_attention_kernel(
     BLOCK_N: tl.constexpr,  # N, likewise
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HEAD_SCALES: tl.constexpr,  # one for each KV head
     LSE_BASE_2: tl.constexpr,  # whether lse has base 2 or is natural
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
@@ -229,6 +245,7 @@ def _tree_attention_kernel(
     table_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
     page = tl.load(table_ptr + kv_pos // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
     page_offset = (kv_pos % PAGE_SIZE).to(tl.int64)
+    DTYPE: tl.constexpr = o_ptr.dtype.element_ty
     k = tl.load(
         k_cache_ptr
         + kv_head.to(tl.int64) * stride_k_head
@@ -236,7 +253,7 @@ def _tree_attention_kernel(
         + offs_d[:, None],
         mask=mask_n[None, :] & (offs_d[:, None] < HEAD_DIM),
         other=0.0,
-    ).to(o_ptr.dtype.element_ty)
+    )
     v = tl.load(
         v_cache_ptr
         + kv_head.to(tl.int64) * stride_v_head
@@ -244,14 +261,17 @@ def _tree_attention_kernel(
         + offs_dv[None, :],
         mask=mask_n[:, None] & (offs_dv[None, :] < VALUE_DIM),
         other=0.0,
-    ).to(o_ptr.dtype.element_ty)
+    )
     q = tl.load(
         q_ptr + q_token[:, None] * stride_q_token + head.to(tl.int64)[:, None] * stride_q_head + offs_d[None, :],
         mask=mask_m[:, None] & (offs_d[None, :] < HEAD_DIM),
         other=0.0,
-    ).to(o_ptr.dtype.element_ty)
+    )
+    q, k, v = widened(q, DTYPE), widened(k, DTYPE), widened(v, DTYPE)
 
     # 4. qk [M, N], capped and masked, and its softmax
+    if HAS_SCALES:
+        sm_scale *= tl.load(k_scale_ptr + kv_head * HEAD_SCALES)
     qk = tl.dot(q, k, input_precision="ieee") * sm_scale
     if HAS_SOFTCAP:
         qk = apply_softcap(qk, softcap)
@@ -262,6 +282,8 @@ def _tree_attention_kernel(
     p = tl.exp2(qk - m_i[:, None])
     l_i = tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    if HAS_SCALES:
+        acc *= tl.load(v_scale_ptr + kv_head * HEAD_SCALES)
 
     # 5. The prefix counts as one token of score lse. Its length decides whether it is empty: libraries differ in the
     # lse of an empty one, and FlashAttention-3 also returns -inf for one whose sum is NaN.

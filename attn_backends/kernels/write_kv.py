@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from attn_backends.kernels.e4m3 import e4m3_byte, to_e4m3
+from attn_backends.kernels.e4m3 import as_bytes, e4m3_byte, to_e4m3
 from builders.errors import BatchError, require_tensor, require_vector
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
+Scales: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+NO_SCALES = None, None
 _QUANTISED = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -21,6 +23,7 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: Scales | None = None,
 ) -> None:
     """Set cache[slot // page_size, slot % page_size] = new, for every token whose slot is in the cache.
 
@@ -29,12 +32,14 @@ def write_kv(
     key_cache     [pages, page_size, heads, dim], likewise
     value_cache   [pages, page_size, heads, value_dim], likewise
     slot_mapping  int64 [num_tokens]; a slot below 0 or beyond the last page writes nothing
+    scales        of an e4m3 cache: for keys and for values, fp32 [1] or [heads] each
 
-    Keys and values have the cache's dtype. For an e4m3 cache they can be wider: they are clamped to its range and
-    rounded to nearest, unscaled. Raises BatchError, and writes nothing, for tensors that do not fit.
+    Keys and values have the cache's dtype, or for an e4m3 cache a wider one: they are divided by their scale, clamped
+    to its range of 448 and rounded to nearest; NaN stays NaN. Raises BatchError, and writes nothing, for tensors that
+    do not fit.
     """
-    check_new_kv(key, value, key_cache, value_cache, slot_mapping)
-    _write_kv(key, value, key_cache, value_cache, slot_mapping)
+    check_new_kv(key, value, key_cache, value_cache, slot_mapping, scales)
+    _write_kv(key, value, key_cache, value_cache, slot_mapping, *(scales or NO_SCALES))
 
 
 def check_new_kv(
@@ -43,11 +48,13 @@ def check_new_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: Scales | None,
 ) -> None:
-    """Raise BatchError for keys, values and slots that do not fit the caches as `write_kv` requires."""
+    """Raise BatchError for keys, values, slots and scales that do not fit the caches as `write_kv` requires."""
     num_tokens, (_, _, heads, dim) = slot_mapping.shape[0], key_cache.shape
-    quantise = key_cache.dtype is torch.float8_e4m3fn and key.dtype in _QUANTISED
-    dtype = key.dtype if quantise else key_cache.dtype
+    quantise = key_cache.dtype is torch.float8_e4m3fn
+    dtype = key.dtype if quantise and key.dtype in _QUANTISED else torch.bfloat16 if quantise else key_cache.dtype
+    _check_scales(key_cache, scales)
     require_tensor("key", key, shape=(num_tokens, heads, dim), dtype=dtype, device=key_cache.device)
     shape = (num_tokens, heads, value_cache.shape[3])
     require_tensor("value", value, shape=shape, dtype=dtype, device=value_cache.device)
@@ -60,6 +67,19 @@ def check_new_kv(
         )
 
 
+def _check_scales(cache: torch.Tensor, scales: Scales | None) -> None:
+    """Raise BatchError unless there are scales exactly if the cache is e4m3, and they fit it."""
+    if (scales is not None) != (cache.dtype is torch.float8_e4m3fn):
+        raise BatchError(
+            f"an e4m3 cache, and no other, has scales, got a cache of {cache.dtype} with "
+            f"{'none' if scales is None else 'some'}; its numbers would mean something else when read. Set "
+            "KVCache.scales for such a cache only, for example to KVScales.ones."
+        )
+    for name, scale in zip(("key scales", "value scales"), scales or (), strict=bool(scales)):
+        length = cache.shape[2] if len(scale) > 1 else 1
+        require_vector(f"the {name}", scale, length=length, dtype=torch.float32, device=cache.device)
+
+
 class WriteKV(NamedTuple):
     """The arguments of `write_kv`."""
 
@@ -68,27 +88,32 @@ class WriteKV(NamedTuple):
     key_cache: torch.Tensor
     value_cache: torch.Tensor
     slot_mapping: torch.Tensor
+    key_scale: torch.Tensor | None
+    value_scale: torch.Tensor | None
 
     def reference(self) -> None:
-        key, value, key_cache, value_cache, slot_mapping = self
+        key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale = self
         page_size = key_cache.shape[1]
         written = (slot_mapping >= 0) & (slot_mapping < key_cache.shape[0] * page_size)
         slots = slot_mapping[written]
-        if key.dtype != key_cache.dtype:
-            key, value = to_e4m3(key), to_e4m3(value)
+        if key_scale is not None and value_scale is not None:
+            key, value = to_e4m3(key.float() / key_scale[:, None]), to_e4m3(value.float() / value_scale[:, None])
         key_cache[slots // page_size, slots % page_size] = key[written]
         value_cache[slots // page_size, slots % page_size] = value[written]
 
     def launch(self) -> None:
-        key, value, key_cache, value_cache, slot_mapping = self
+        key, value, slot_mapping = self.key, self.value, self.slot_mapping
+        key_cache, value_cache = as_bytes(self.key_cache), as_bytes(self.value_cache)
         pages, page_size, heads, dim = key_cache.shape
         value_dim = value_cache.shape[3]
         _write_kv_kernel[(slot_mapping.shape[0],)](
-            k_ptr=self.key,
-            v_ptr=self.value,
-            k_cache_ptr=self.key_cache,
-            v_cache_ptr=self.value_cache,
-            slot_mapping_ptr=self.slot_mapping,
+            k_ptr=key,
+            v_ptr=value,
+            k_cache_ptr=key_cache,
+            v_cache_ptr=value_cache,
+            slot_mapping_ptr=slot_mapping,
+            k_scale_ptr=self.key_scale,
+            v_scale_ptr=self.value_scale,
             stride_k_token=key.stride(0),
             stride_k_head=key.stride(1),
             stride_v_token=value.stride(0),
@@ -106,7 +131,8 @@ class WriteKV(NamedTuple):
             VALUE_DIM=value_dim,
             BLOCK_H=next_power_of_2(heads),
             BLOCK_D=next_power_of_2(max(dim, value_dim)),
-            QUANTISE=key.dtype != key_cache.dtype,
+            QUANTISE=self.key_scale is not None,
+            HEAD_SCALES=self.key_scale is not None and len(self.key_scale) > 1,
             num_warps=1 if heads * dim <= 512 else 4,
             **dependent_launch(key.device),
         )
@@ -119,6 +145,8 @@ def _write_kv_kernel(
     k_cache_ptr,  # out: [pages, page_size, heads, dim]
     v_cache_ptr,  # out: [pages, page_size, heads, value_dim]
     slot_mapping_ptr,  # int64 [num_tokens]
+    k_scale_ptr,  # fp32 [1] or [heads]; None unless QUANTISE
+    v_scale_ptr,  # likewise
     stride_k_token,
     stride_k_head,
     stride_v_token,
@@ -136,7 +164,8 @@ def _write_kv_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,  # heads, rounded up to a power of two
     BLOCK_D: tl.constexpr,  # the wider of dim and value_dim, likewise
-    QUANTISE: tl.constexpr,  # whether the caches are e4m3 and key and value wider
+    QUANTISE: tl.constexpr,  # whether the caches are bytes of e4m3
+    HEAD_SCALES: tl.constexpr,  # whether each head has scales of its own
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """k_cache[page, offset] = k, v_cache[page, offset] = v by slot page * PAGE_SIZE + offset. One program per token."""
@@ -151,21 +180,21 @@ def _write_kv_kernel(
         mask_k = (head < HEADS) & (offs_d < HEAD_DIM)
         k = tl.load(k_ptr + token * stride_k_token + head * stride_k_head + offs_d, mask=mask_k)
         if QUANTISE:
-            k = quantised(k, k_cache_ptr)
+            k = quantised(k, tl.load(k_scale_ptr + head * HEAD_SCALES, mask=head < HEADS, other=1.0))
         k_offs = page * stride_kc_page + page_offset * stride_kc_token + head * stride_kc_head + offs_d
         tl.store(k_cache_ptr + k_offs, k, mask=mask_k)
         mask_v = (head < HEADS) & (offs_d < VALUE_DIM)
         v = tl.load(v_ptr + token * stride_v_token + head * stride_v_head + offs_d, mask=mask_v)
         if QUANTISE:
-            v = quantised(v, v_cache_ptr)
+            v = quantised(v, tl.load(v_scale_ptr + head * HEAD_SCALES, mask=head < HEADS, other=1.0))
         v_offs = page * stride_vc_page + page_offset * stride_vc_token + head * stride_vc_head + offs_d
         tl.store(v_cache_ptr + v_offs, v, mask=mask_v)
 
 
 @triton.jit
-def quantised(new, cache):
-    """Return new values in the form an e4m3 cache holds them."""
-    return e4m3_byte(new.to(tl.float32)).to(cache.dtype.element_ty, bitcast=True)
+def quantised(new, scale):
+    """Return the bytes of e4m3 that hold new numbers over their scale."""
+    return e4m3_byte(tl.div_rn(new.to(tl.float32), scale))
 
 
 _write_kv = define_op("attn_backends::write_kv", WriteKV, mutates=("key_cache", "value_cache"))

@@ -46,6 +46,8 @@ class PackedHeads(EngineCache):
             spec.soft_cap,
             True,  # causal
             False,  # batch_invariant
+            cache.key_scale,
+            cache.value_scale,
         )
 
 

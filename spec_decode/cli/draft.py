@@ -39,6 +39,8 @@ _VERIFY = (
 )
 _WEIGHTS = "Weights of the target's products: fp8 halves their bytes, see the guide; default: as they are stored."
 _DRAFT_WEIGHTS = "The same for the draft's products; default: as they are loaded."
+_KV_CACHE_DTYPE = "Dtype of the KV caches: fp8, or fp8_e4m3, takes a byte a number; auto: the models' own."
+_DRAFT_KV_CACHE_DTYPE = "The same for the draft's; default: as the target's."
 _INVARIANT = "Make texts independent of the other prompts, bit for bit; slower, see the guide."
 _INTERPRETED = (
     "TRITON_INTERPRET=1: kernels run in Triton's interpreter, which takes minutes for a few tokens. Unset it to use "
@@ -70,6 +72,8 @@ class _Options:
     verification: Annotated[str | None, "--verify", _VERIFY]
     weights: Annotated[str | None, click.Choice(("fp8",)), _WEIGHTS]
     draft_weights: Annotated[str | None, click.Choice(("fp8",)), _DRAFT_WEIGHTS]
+    kv_cache_dtype: Annotated[str, click.Choice(("auto", "fp8", "fp8_e4m3")), _KV_CACHE_DTYPE] = "auto"
+    draft_kv_cache_dtype: Annotated[str | None, click.Choice(("auto", "fp8", "fp8_e4m3")), _DRAFT_KV_CACHE_DTYPE]
     batch_invariant: Annotated[bool, _INVARIANT] = False
     temperature: Annotated[float, "0 is greedy."] = 0.0
     top_k: Annotated[int, "Sample from the k most probable tokens; 0: from all."] = 0
@@ -110,6 +114,7 @@ class _Options:
         about_drafts = {
             "--draft-weights": self.draft_weights,
             "--draft-backend": self.draft_backend,
+            "--draft-kv-cache-dtype": self.draft_kv_cache_dtype,
             "--strategy": None if self.strategy == "auto" else self.strategy,
             "--tree": self.tree,
             "--verify": self.verification,
@@ -145,6 +150,8 @@ class _Options:
             target="transformers" if self.transformers else None,
             weights=self.weights,
             draft_weights=self.draft_weights,
+            kv_cache_dtype=self.kv_cache_dtype,
+            draft_kv_cache_dtype=self.draft_kv_cache_dtype,
             page_size=self.page_size,
             max_model_len=self.max_model_len,
             max_num_seqs=min(prompts, _MOST_AT_ONCE),
@@ -323,6 +330,7 @@ def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[
     dtype = str(next(llm.pair.target.parameters()).dtype).removeprefix("torch.")
     weights = f", weights in {options.weights}" if options.weights else ""
     weights += f", draft weights in {options.draft_weights}" if options.draft_weights else ""
+    weights += "" if options.kv_cache_dtype == "auto" else f", KV cache in {options.kv_cache_dtype}"
     lines = [
         f"backend {names[0]}{other} on {llm.pair.device}, {dtype}{weights}",
         f"{stats.new_tokens} tokens in {seconds:.2f} s: {stats.new_tokens / max(seconds, 1e-9):.0f} tokens per second, "

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from spec_decode.drafter import DrafterConfig, DraftPlan, Strategy, StrategyError, plan_draft
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Generation, Request
+from spec_decode.engine.config import group_options
 from spec_decode.llm.backends import Backends
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.llm.pair import Pair
@@ -107,7 +108,8 @@ def _differing(run: GenerateResult | None, reference: GenerateResult, what: Call
 
 def _chosen_plan(pair: Pair, backends: Backends) -> DraftPlan:
     assert pair.draft is not None
-    groups = make_groups("draft", pair.draft, backends.draft, CONFIG.page_size, 1, pair.device)
+    options = group_options(CONFIG, pair.draft)
+    groups = make_groups("draft", pair.draft, backends.draft, options, 1, pair.device)
     return plan_draft(pair.draft, groups, pair.device, DRAFTER)
 
 

@@ -15,6 +15,7 @@ from spec_decode.conformance import (  # noqa: F401  the families define their c
     numerics_checks,
     poison_checks,
     refusal_checks,
+    scale_checks,
     soak_checks,
     state_checks,
     tree_checks,

@@ -30,6 +30,7 @@ class SpecRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     causal: bool = True
     batch_invariant: bool = False
     tree: bool = False
+    head_scales: bool = False
 
     def __post_init__(self) -> None:
         self.spec()
@@ -53,6 +54,7 @@ class SpecRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             causal=spec.causal,
             batch_invariant=spec.batch_invariant,
             tree=spec.tree,
+            head_scales=spec.head_scales,
         )
 
     def spec(self) -> AttentionSpec:

@@ -59,6 +59,7 @@ _VARIANTS: dict[AttentionKind, dict[str, dict[str, Any]]] = {
         "bf16_over_fp32_cache": {"dtype": torch.bfloat16, "kv_dtype": torch.float32},
         "fp8_cache": {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
         "fp8_cache_window": {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn, "sliding_window": 40},
+        "fp8_cache_head_scales": {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn, "head_scales": True},
     },
     AttentionKind.MLA: {
         **_COMMON,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from attn_backends import Capabilities, Feature, Sizes
 from builders import AttentionKind
 from spec_decode.conformance.covering import Axis, Values
@@ -16,15 +18,16 @@ def spec_axes(able: Capabilities) -> list[Axis]:
         """Return the classes without and with a feature, as far as they are claimed."""
         return (plain if feature not in able.required else {}) | (more if feature in able.features else {})
 
-    kv_dtypes: dict[str, list[Any]] = {"kv as the queries": [None]}
-    kv_dtypes |= {str(dtype): [dtype] for dtype in able.kv_dtypes}
-    kv_dtypes |= {"kv wider": [*able.dtypes]} if able.mixed_kv_dtypes else {}
+    caches: dict[str, list[Any]] = {"kv as the queries": [(None, False)]}
+    caches |= {str(dtype): [(dtype, False)] for dtype in able.kv_dtypes}
+    caches |= {"kv wider": [(dtype, False) for dtype in able.dtypes]} if able.mixed_kv_dtypes else {}
+    caches |= optional(Feature.HEAD_SCALES, {}, {"head scales": [_BY_HEAD]})
     masks = ["chain"] + ["block"] * (Feature.NON_CAUSAL in able.features) + ["tree"] * (Feature.TREE in able.features)
     latents_only = able.kinds == (AttentionKind.MLA,)
     return [
         Axis("kind", {kind.value: [kind] for kind in able.kinds}),
         Axis("dtype", {str(dtype): [dtype] for dtype in able.dtypes}),
-        Axis("kv_dtype", kv_dtypes),
+        Axis("cache", caches),
         Axis("num_kv_heads", {"1": [1]} if latents_only else _KV_HEADS),
         Axis("group_size", optional(Feature.GQA, {"1": [1]}, _GROUPS)),
         Axis("dims", _dims(able)),
@@ -43,9 +46,13 @@ def claimed_values(able: Capabilities) -> dict[str, list[Values]]:
     axes = {axis.name: [value for values in axis.classes.values() for value in values] for axis in spec_axes(able)}
     listed = {
         f"{name} {str(value).removeprefix('torch.')}": [{name: value}]
-        for name in ("kind", "dtype", "kv_dtype", "page_size")
+        for name in ("kind", "dtype", "page_size")
         for value in axes[name]
-        if value is not None
+    }
+    listed |= {
+        f"kv_dtype {str(cache[0]).removeprefix('torch.')}": [{"cache": cache}]
+        for cache in axes["cache"]
+        if cache[0] is not None and cache != _BY_HEAD
     }
     dims: dict[str, list[Values]] = {}
     for pair in claimed_dims(able):
@@ -60,6 +67,7 @@ def claimed_values(able: Capabilities) -> dict[str, list[Values]]:
         Feature.BATCH_INVARIANT: [{"batch_invariant": True}],
         Feature.NON_CAUSAL: [{"mask": "block"}],
         Feature.TREE: [{"mask": "tree"}],
+        Feature.HEAD_SCALES: [{"cache": _BY_HEAD}],
     }
     return listed | dims | {feature.value: ways for feature, ways in features.items() if feature in able.features}
 
@@ -69,6 +77,8 @@ def claimed_dims(able: Capabilities) -> list[tuple[int, int]]:
     return [pair for pairs in _dims(able).values() for pair in pairs]
 
 
+_BY_HEAD = (torch.float8_e4m3fn, True)
+"""A cache: its dtype, and whether each KV head has scales of its own."""
 MOST_HEADS = 256
 """Query heads of a drawn spec at most."""
 _KV_HEADS = {

@@ -191,6 +191,7 @@ class CaseMaker:
         kv_heads = values.get("num_kv_heads", plain.num_kv_heads)
         head_dim, value_dim = values.get("dims", (plain.head_dim, plain.out_dim))
         mask, window = values.get("mask", "chain"), values.get("window", plain.sliding_window)
+        kv_dtype, head_scales = values.get("cache", (None, False))
         try:
             return AttentionSpec(
                 kind=plain.kind,
@@ -200,7 +201,8 @@ class CaseMaker:
                 value_dim=value_dim,
                 page_size=values.get("page_size", plain.page_size),
                 dtype=values.get("dtype", plain.dtype),
-                kv_dtype=values.get("kv_dtype"),
+                kv_dtype=kv_dtype,
+                head_scales=head_scales,
                 sliding_window=window,
                 scale=values.get("scale", 1.0) * head_dim**-0.5,
                 soft_cap=values.get("soft_cap"),

@@ -43,6 +43,7 @@ def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
         Feature.BATCH_INVARIANT: replace(base, batch_invariant=True),
         Feature.NON_CAUSAL: replace(base, causal=False),
         Feature.TREE: with_trees(base),
+        Feature.HEAD_SCALES: replace(base, kind=AttentionKind.MHA, kv_dtype=torch.float8_e4m3fn, head_scales=True),
     }
     yield from ((feature.value, spec) for feature, spec in features.items() if feature not in claims.features)
     without = {Feature.SLIDING_WINDOW: replace(base, sliding_window=None), Feature.SINKS: replace(base, sinks=False)}

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from builders import BatchError
-from builders.errors import require, require_type, require_types
+from builders.errors import did_you_mean, require, require_type, require_types
 from spec_decode.drafter import DrafterConfig, check_draft
 from spec_decode.engine.page_pool import PagePool
 from spec_decode.engine.request import Request
 from spec_decode.model_api import DraftModel, TargetModel
 from spec_decode.paged import GraphMode
+from spec_decode.paged.kv_groups import KV_CACHE_DTYPES, GroupOptions
 from spec_decode.sampling import SamplingParams
 from spec_decode.sampling.logit_edits import MAX_BIASES
 from spec_decode.trees import Tree
@@ -38,6 +39,11 @@ class EngineConfig:
     """Tokens per page, in every KV group."""
     num_pages: int | None = None
     """Pages of every KV group; None allocates enough for max_num_seqs of the longest requests."""
+    kv_cache_dtype: str = "auto"
+    """Dtype of the KV caches: auto, the models' own, or fp8, also called fp8_e4m3: float8_e4m3fn, with the scales that
+    the target's checkpoint was calibrated with, else 1."""
+    draft_kv_cache_dtype: str | None = None
+    """The same for the draft's; None is kv_cache_dtype."""
     max_prefill_tokens: int = 8192
     """The most prompt tokens that one step prefills. Other requests wait that long for their next tokens, but fewer
     prompt tokens a step make more steps of few requests."""
@@ -70,6 +76,12 @@ class EngineConfig:
         for name in ("max_num_seqs", "page_size", "max_prefill_tokens", "num_pages"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} is {value}. Pass 1 or more.")
+        for name in ("kv_cache_dtype", "draft_kv_cache_dtype"):
+            require(
+                (value := getattr(self, name)) in KV_CACHE_DTYPES or (name.startswith("draft") and value is None),
+                f"{name} is {value!r}.{did_you_mean(str(value), KV_CACHE_DTYPES)} Pass one of "
+                f"{', '.join(KV_CACHE_DTYPES)}.",
+            )
         require(self.max_logprobs >= 0, f"max_logprobs is {self.max_logprobs}. Pass 0 or more.")
         require(
             self.max_model_len >= 2,
@@ -90,6 +102,17 @@ class EngineConfig:
     def tree(self) -> Tree | None:
         """The drafter's tree; None for chains."""
         return None if self.drafter is None else self.drafter.tree
+
+
+def group_options(config: EngineConfig, model: TargetModel | DraftModel) -> GroupOptions:
+    """Return what the engine asks of the model's KV groups."""
+    of_draft = isinstance(model, DraftModel) and config.draft_kv_cache_dtype
+    return GroupOptions(
+        page_size=config.page_size,
+        kv_dtype=KV_CACHE_DTYPES[of_draft or config.kv_cache_dtype],
+        batch_invariant=config.batch_invariant,
+        tree=config.tree is not None,
+    )
 
 
 def draft_slots(config: EngineConfig, draft: DraftModel | None) -> int:

@@ -39,7 +39,7 @@ from builders import RequestTables
 from builders.devices import on_own_device
 from builders.errors import require, require_type
 from spec_decode.drafter import Drafter, DraftPlan, plan_draft
-from spec_decode.engine.config import EngineConfig, check_models, checked_request, make_pool
+from spec_decode.engine.config import EngineConfig, check_models, checked_request, group_options, make_pool
 from spec_decode.engine.input_batch import InputBatch
 from spec_decode.engine.outputs import EngineStats, PendingOutputs
 from spec_decode.engine.prefill import Prefill, PrefillOutput
@@ -128,17 +128,7 @@ class Engine:
         self._broken = False  # whether a step was interrupted and not recovered from
 
     def _make_groups(self, name: str, model: TargetModel | DraftModel, choice: BackendChoice) -> list[KVGroup]:
-        config = self.config
-        return make_groups(
-            name,
-            model,
-            choice,
-            config.page_size,
-            self.pool.num_pages,
-            self.device,
-            batch_invariant=config.batch_invariant,
-            tree=config.tree is not None,
-        )
+        return make_groups(name, model, choice, group_options(self.config, model), self.pool.num_pages, self.device)
 
     def _make_target_step(self, verify: Verifier | None) -> Step:
         if verify is not None:

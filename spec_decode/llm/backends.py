@@ -12,6 +12,7 @@ from attn_backends import BackendError, MissingPackage, NoBackend, Rejected, reg
 from attn_backends.registry import Backend
 from builders import StateSpec
 from spec_decode.engine import EngineConfig
+from spec_decode.engine.config import group_options
 from spec_decode.llm.pair import Pair
 from spec_decode.model_api import DraftModel, LayerGroup, TargetModel
 from spec_decode.paged.kv_groups import layer_groups_of, state_groups_of
@@ -35,8 +36,7 @@ class Backends:
 def requested_groups(model: TargetModel | DraftModel, config: EngineConfig) -> list[AnyGroup]:
     """Return the model's layer groups, then a target's state groups; their specs request the features that the config
     needs."""
-    tree = config.tree is not None
-    groups = layer_groups_of(model, config.page_size, batch_invariant=config.batch_invariant, tree=tree)
+    groups, tree = layer_groups_of(model, group_options(config, model)), config.tree is not None
     states = state_groups_of(model, config.query_len, tree=tree) if isinstance(model, TargetModel) else []
     return [*groups, *states]
 

@@ -29,11 +29,11 @@ from spec_decode.llm.pair import Tokenizer
 from spec_decode.llm.progress import progress_bar
 from spec_decode.llm.prompts import Message, Prompt, as_list, contents, is_conversation, text_turns
 from spec_decode.llm.stop_strings import GrowingText
-from spec_decode.model_api import ContextBlockDraft, DraftModel
+from spec_decode.model_api import ContextBlockDraft, DraftModel, TargetModel
 from spec_decode.models import CheckpointError
 from spec_decode.models.quantise import check_format, quantise_draft
 from spec_decode.paged import GraphMode
-from spec_decode.paged.kv_groups import CachesTooLarge
+from spec_decode.paged.kv_groups import KV_CACHE_DTYPES, CachesTooLarge
 from spec_decode.sampling import SamplingParams
 from spec_decode.trees import Tree
 
@@ -45,7 +45,8 @@ if the CPU is busy (24 tokens a second dropped to 2 on two busy cores)."""
 
 
 class Settings(TypedDict, total=False):
-    """Further settings. EngineConfig explains verification, batch_invariant and page_size, DrafterConfig tree.
+    """Further settings. EngineConfig explains verification, batch_invariant, page_size, kv_cache_dtype and
+    draft_kv_cache_dtype, DrafterConfig tree.
 
     - target         "transformers": run a published target there; None: on our layers if they compute it, else there
     - weights        "fp8": the target's matrix products read 8-bit weights, see the guide; None: as stored
@@ -68,6 +69,8 @@ class Settings(TypedDict, total=False):
     max_num_seqs: int
     max_logprobs: int
     page_size: int
+    kv_cache_dtype: str
+    draft_kv_cache_dtype: str | None
     progress: bool
 
 
@@ -200,6 +203,7 @@ class LLM:
         target_weights, draft_weights = self.pair.target_weights, self._draft_weights
         weights = [f"target's matrix products {target_weights}"] if target_weights else []
         weights += [f"draft's matrix products read {draft_weights} weights"] if draft_weights else []
+        weights += _scales(target, self.config)
         reads = [*(reads if layers else ()), *_block(self.pair.draft, self.config.num_speculative_tokens), *weights]
         if self.config.graph_mode is GraphMode.NONE:
             reads.append(
@@ -375,6 +379,8 @@ def _engine_config(settings: Settings, device: torch.device, strategy: Strategy 
         max_num_seqs=settings.get("max_num_seqs", 8),
         max_logprobs=settings.get("max_logprobs", 0),
         page_size=settings.get("page_size", 16),
+        kv_cache_dtype=settings.get("kv_cache_dtype", "auto"),
+        draft_kv_cache_dtype=settings.get("draft_kv_cache_dtype"),
         verification=settings.get("verification"),
         batch_invariant=settings.get("batch_invariant", False),
     )
@@ -404,6 +410,15 @@ def _block(draft: DraftModel | None, num_tokens: int) -> list[str]:
     ]
 
 
+def _scales(target: TargetModel, config: EngineConfig) -> list[str]:
+    """Say where the scales of an 8-bit cache come from, and of scales that a wider cache does not use."""
+    if KV_CACHE_DTYPES[config.kv_cache_dtype] is not None:
+        found = "those of its checkpoint" if target.kv_scales else "1: its checkpoint has none"
+        return [f"target's 8-bit KV cache has as scales {found}"]
+    unused = "target's checkpoint has scales of an 8-bit KV cache, which kv_cache_dtype fp8 uses"
+    return [unused] if target.kv_scales else []
+
+
 def _require_known(settings: Mapping[str, object]) -> None:
     if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
         known = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "settings")]
@@ -423,7 +438,7 @@ def _require_names(**backends: object) -> None:
 
 def _require_no_draft_settings(**settings: object) -> None:
     """Raise BatchError for a setting that has no effect without a draft."""
-    for name in ("draft_weights", "draft_backend", "strategy", "tree", "verification"):
+    for name in ("draft_weights", "draft_backend", "draft_kv_cache_dtype", "strategy", "tree", "verification"):
         require(
             (value := settings.get(name)) is None,
             f"{name} is {value!r} and there is no draft. Pass draft= and speculative tokens, or leave {name} out.",

@@ -33,6 +33,8 @@ from spec_decode.models.target_fields import unserved
 
 Name = str | os.PathLike[str]
 _QUANTISED = "read fp8 weights"
+_ANY_PAGE = 16
+"""A page size, to ask a model for its layers."""
 
 
 def load(
@@ -156,6 +158,8 @@ def load_published_pair(
         model = load_model(target, dtype=dtype, device=device)
         states = _states(draft, model.config.get_text_config().num_hidden_layers)
         target_model = TransformersTarget(model, aux_hidden_state_layers=states)
+        attending = [layer for group in target_model.layer_groups(_ANY_PAGE) for layer in group.layers]
+        target_model.kv_scales = (TensorStore.open(target) if store is None else store).kv_scales(attending)
     return Pair(
         target_model,
         None if draft is None else load_with_tokens(draft, target_model, dtype=dtype, device=device, same_tokens=same),

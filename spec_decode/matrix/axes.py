@@ -28,7 +28,10 @@ COVERED = ("mode", "strategy")
 SPEC = "spec"
 """The axis that stands for all of an attention's fields where a report records none of them."""
 
-_FLAGS = {"sinks": "sinks", "batch invariant": "batch_invariant", "blocks": "non_causal", "trees": "tree"}
+_FLAGS = {
+    **{"sinks": "sinks", "batch invariant": "batch_invariant", "blocks": "non_causal", "trees": "tree"},
+    "head scales": "head_scales",
+}
 """Axis -> its feature, of those that are on or off."""
 
 
@@ -71,6 +74,7 @@ def _of_spec(result: Result) -> dict[str, Value]:
         "batch invariant": record.batch_invariant,
         "blocks": not record.causal,
         "trees": record.tree,
+        "head scales": record.head_scales,
     }
 
 

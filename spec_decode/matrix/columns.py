@@ -32,6 +32,7 @@ _AXES: dict[str, tuple[str, dict[str, str]]] = {
             "batch_invariant": "batch invariant",
             "non_causal": "blocks",
             "tree": "trees",
+            "head_scales": "head scales",
             "mla": "MLA",
             "sparse": "sparse",
         },

@@ -24,6 +24,7 @@ OFF: dict[str, Value] = {
     "batch invariant": False,
     "blocks": False,
     "trees": False,
+    "head scales": False,
 }
 """What an attention has unless a word says otherwise: the defaults of an AttentionSpec."""
 _DTYPES = {
@@ -70,7 +71,7 @@ class Question:
     def describe(self) -> str:
         """Return what was understood, as one line: the named axes, then those that are off, which no word named."""
         off = [f"no {axis}" for axis, value in OFF.items() if axis not in self.named and value in (None, False)]
-        off = [each for each in off if each not in ("no value dim", "no kv dtype")]
+        off = [each for each in off if each not in ("no value dim", "no kv dtype", "no head scales")]
         kind = [] if "kind" in self.named else [str(OFF["kind"])]
         return ", ".join([*(worded(axis, self.values[axis]) for axis in self.named), *kind, *off])
 
@@ -135,6 +136,7 @@ _WORDS: dict[str, tuple[str, _Parser]] = {
     "batch invariant": ("batch[ -_]invariant", _fixed("batch invariant", True)),
     "blocks": ("blocks|not causal", _fixed("blocks", True)),
     "trees": ("trees?", _fixed("trees", True)),
+    "head scales": ("head[ -_]scales", _fixed("head scales", True)),
     **{
         f"no {axis}": (f"no {words}", _fixed(axis, OFF[axis]))
         for axis, words in {"window": "window", "soft cap": "(?:soft )?cap", "sinks": "sinks"}.items()
@@ -200,7 +202,7 @@ def specs_of(question: Question) -> Iterator[AttentionSpec]:
             **{"page_size": page, "dtype": dtype, "kv_dtype": values["kv dtype"], "kind": kind.value},
             **{"sliding_window": values["window"], "scale": values.get("scale"), "soft_cap": values["soft cap"]},
             **{"sinks": values["sinks"], "causal": not values["blocks"], "tree": values["trees"]},
-            "batch_invariant": values["batch invariant"],
+            **{"batch_invariant": values["batch invariant"], "head_scales": values["head scales"]},
         }
         try:
             spec = msgspec.convert(record, SpecRecord).spec()

@@ -6,7 +6,7 @@ Legend: T flat tokens, H hidden_size, F target_states_size, V vocabulary. States
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -78,6 +78,8 @@ class _Model(nn.Module, ABC):
     hidden_size: int
     target_states_size: int
     max_positions: int
+    kv_scales: Mapping[int, tuple[float, float]] = {}
+    """Layer -> what an 8-bit cache's keys and values are multiplied by, as calibrated; a layer without has 1."""
 
     @property
     def batch_invariant(self) -> bool:

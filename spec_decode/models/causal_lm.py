@@ -108,6 +108,7 @@ def load_target(
     with torch.device("meta"):
         rotary = config.make_rotary()
         target = DecoderTarget(config.model, config, rotary, layers, states(config.model.num_layers))
+    target.kv_scales = store.kv_scales(range(config.model.num_layers))
     return _read(target, weights)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected, StateBackend, select
+from attn_backends import AttentionBackend, KVCache, KVScales, NoBackend, Rejected, StateBackend, select
 from attn_backends.state_cache import bytes_of_slot
 from builders import (
     AttentionKind,
@@ -70,8 +70,9 @@ def make_group(
     *,
     num_pages: int,
     device: torch.device,
+    kv_scales: Mapping[int, tuple[float, float]] | None = None,
 ) -> KVGroup:
-    """Allocate a group's caches.
+    """Allocate a group's caches. kv_scales: as of a model, read only if the caches have scales.
 
     Raises, before any allocation, NoBackend if the backend rejects the spec, and CachesTooLarge for caches larger than
     the device's total memory.
@@ -85,11 +86,19 @@ def make_group(
     width = spec.head_dim if spec.kind is AttentionKind.MLA else spec.head_dim + spec.out_dim
     needed = len(layers) * num_pages * spec.page_size * spec.num_kv_heads * width * spec.cache_dtype.itemsize
     _require_memory(name, f"{num_pages} pages of {spec.page_size} tokens in {len(layers)} layers", needed, device)
-    caches = {layer: backend.allocate_kv(spec, num_pages, device) for layer in layers}
+    caches = {
+        layer: replace(backend.allocate_kv(spec, num_pages, device), scales=_scales(spec, found, device))
+        for layer, found in ((layer, (kv_scales or {}).get(layer, (1.0, 1.0))) for layer in layers)
+    }
     for cache in caches.values():
         _zero(cache.key)
         _zero(cache.value)
     return KVGroup(name=name, backend=backend, spec=spec, caches=caches)
+
+
+def _scales(spec: AttentionSpec, of_layer: tuple[float, float], device: torch.device) -> KVScales | None:
+    key, value = ([scale] * spec.num_kv_scales for scale in of_layer)
+    return KVScales.of(key, value, device) if key else None
 
 
 class CachesTooLarge(BatchError):
@@ -120,39 +129,61 @@ def _require_memory(name: str, what: str, needed: int, device: torch.device) -> 
         )
 
 
-def layer_groups_of(
-    model: TargetModel | DraftModel, page_size: int, *, batch_invariant: bool = False, tree: bool = False
-) -> list[LayerGroup]:
-    """Return the model's layer groups with batch_invariant and tree set in their specs. tree is ignored for a draft
-    that proposes all its tokens at once, because it never runs over a tree."""
-    tree = tree and not (isinstance(model, DraftModel) and model.drafts_at_once)
-    groups = model.layer_groups(page_size)
-    return [replace(group, spec=replace(group.spec, batch_invariant=batch_invariant, tree=tree)) for group in groups]
+KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+"""vLLM's names for the dtype of a KV cache -> that dtype; None for the model's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupOptions:
+    """What an engine asks of all KV groups of a model.
+
+    kv_dtype         of the caches; None is the model's own
+    batch_invariant  see AttentionSpec
+    tree             the query tokens are trees; ignored for a draft that proposes all its tokens at once
+    """
+
+    page_size: int
+    kv_dtype: torch.dtype | None = None
+    batch_invariant: bool = False
+    tree: bool = False
+
+
+def layer_groups_of(model: TargetModel | DraftModel, options: GroupOptions) -> list[LayerGroup]:
+    """Return the model's layer groups with these options in their specs."""
+    tree = options.tree and not (isinstance(model, DraftModel) and model.drafts_at_once)
+    changes: dict[str, Any] = {"batch_invariant": options.batch_invariant, "tree": tree}
+    if options.kv_dtype is not None:
+        changes["kv_dtype"] = options.kv_dtype
+    groups = model.layer_groups(options.page_size)
+    return [replace(group, spec=replace(group.spec, **changes)) for group in groups]
 
 
 def make_groups(
     name: str,
     model: TargetModel | DraftModel,
     choice: BackendChoice,
-    page_size: int,
+    options: GroupOptions,
     num_pages: int,
     device: torch.device,
-    *,
-    batch_invariant: bool = False,
-    tree: bool = False,
 ) -> list[KVGroup]:
     """Allocate groups with num_pages pages per cache, in the model's order, named `name`, plus own names if several.
 
-    batch_invariant: require it of every backend, and through the specs of the model's products. tree: the query tokens
-    are trees, see `layer_groups_of`.
-
     Raises BatchError for a mapping that lacks a group, and NoBackend if a backend rejects one.
     """
-    layer_groups = layer_groups_of(model, page_size, batch_invariant=batch_invariant, tree=tree)
+    layer_groups = layer_groups_of(model, options)
     backends = [_backend(name, group, choice) for group in layer_groups]
     names = [name if len(layer_groups) == 1 else f"{name} {group.name}" for group in layer_groups]
     return [
-        make_group(group_name, backend, group.spec, group.layers, num_pages=num_pages, device=device)
+        make_group(
+            *(group_name, backend, group.spec, group.layers),
+            num_pages=num_pages,
+            device=device,
+            kv_scales=model.kv_scales,
+        )
         for group_name, group, backend in zip(names, layer_groups, backends, strict=True)
     ]
 

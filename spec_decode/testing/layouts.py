@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import torch
 
-from attn_backends import FP8_DS_MLA, KVCache, cache_layout
+from attn_backends import FP8_DS_MLA, KVCache, KVScales, cache_layout
 from builders import AttentionSpec
+
+Scales: TypeAlias = Sequence[float]
+"""Of an e4m3 cache's keys or values: one for all heads or one for each; empty in any other cache."""
 
 
 class Layout:
@@ -14,9 +20,13 @@ class Layout:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def representable(self, key: torch.Tensor) -> torch.Tensor:
-        """Round key [..., D] to the nearest value that the cache can hold, in the key's dtype."""
+    def representable(self, key: torch.Tensor, scales: Scales) -> torch.Tensor:
+        """Round key [..., D] to the nearest value that the cache can hold, in the key's dtype. scales: its own."""
         return key.to(self.dtype).to(key.dtype)
+
+    def read(self, key: torch.Tensor, scales: Scales) -> torch.Tensor:
+        """Return what attention reads, float64, where a key [..., D] was written."""
+        return key.double()
 
     def poison(self, cache: KVCache) -> None:
         """Fill the cache with values that turn an output into NaN."""
@@ -40,10 +50,41 @@ class Layout:
         return cache.key[page, offset].cpu(), cache.value[page, offset].cpu()
 
 
+class E4m3Layout(Layout):
+    """Numbers of float8_e4m3fn, each a value over its head's scale."""
+
+    def representable(self, key: torch.Tensor, scales: Scales) -> torch.Tensor:
+        return self.read(key, scales).to(key.dtype)
+
+    def read(self, key: torch.Tensor, scales: Scales) -> torch.Tensor:
+        return self._encode(key, scales).double() * _by_head(scales).double()
+
+    def put(
+        self, cache: KVCache, pages: torch.Tensor, offsets: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        assert cache.scales is not None
+        parts = (key, cache.scales.key_floats), (value, cache.scales.value_floats)
+        super().put(cache, pages, offsets, *(self._encode(part, scales) for part, scales in parts))
+
+    def take(self, cache: KVCache, page: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert cache.scales is not None
+        key, value = super().take(cache, page, offset)
+        scales = cache.scales
+        return key.float() * _by_head(scales.key_floats), value.float() * _by_head(scales.value_floats)
+
+    def _encode(self, key: torch.Tensor, scales: Scales) -> torch.Tensor:
+        return (key.cpu().float() / _by_head(scales)).clamp(-448.0, 448.0).to(self.dtype)
+
+
+def _by_head(scales: Scales) -> torch.Tensor:
+    """fp32 [num_kv_heads or 1, 1]."""
+    return torch.tensor(scales, dtype=torch.float32)[:, None]
+
+
 class Fp8DsMlaLayout(Layout):
     """A page of fp8_ds_mla, byte by byte: 448 e4m3 and 64 bf16 numbers per token, then 8 scale bytes per token."""
 
-    def representable(self, key: torch.Tensor) -> torch.Tensor:
+    def representable(self, key: torch.Tensor, scales: Scales) -> torch.Tensor:
         return self._decode(*self._encode(key.reshape(-1, 512))).view(key.shape).to(key.dtype)
 
     def poison(self, cache: KVCache) -> None:
@@ -86,4 +127,16 @@ class Fp8DsMlaLayout(Layout):
 
 def layout_of(spec: AttentionSpec) -> Layout:
     """Return the layout of a spec's cache."""
-    return (Fp8DsMlaLayout if cache_layout(spec) is FP8_DS_MLA else Layout)(spec.cache_dtype)
+    scaled = E4m3Layout if spec.num_kv_scales else Layout
+    return (Fp8DsMlaLayout if cache_layout(spec) is FP8_DS_MLA else scaled)(spec.cache_dtype)
+
+
+_KEY_SCALES, _VALUE_SCALES = (0.37, 1.7, 0.083, 0.9), (1.3, 0.21, 0.6)
+"""Taken in turn by the heads. None is a power of two, so that a rounding shows, and none is 1."""
+
+
+def scales_of(spec: AttentionSpec, device: torch.device) -> KVScales | None:
+    """Return scales for a spec's cache, which differ between keys, values and heads; None if it has none."""
+    heads = range(spec.num_kv_scales)
+    key, value = ([scales[head % len(scales)] for head in heads] for scales in (_KEY_SCALES, _VALUE_SCALES))
+    return KVScales.of(key, value, device) if heads else None

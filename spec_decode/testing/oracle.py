@@ -27,8 +27,8 @@ class LogicalBatch(NamedTuple):
     """Requests without a page table, all on the CPU.
 
     queries:  [q, num_q_heads, head_dim] each, for its last q tokens
-    keys:     [>= seq_len, num_kv_heads, head_dim] each
-    values:   [>= seq_len, num_kv_heads, value_dim] each
+    keys:     [>= seq_len, num_kv_heads, head_dim] each, as attention reads them
+    values:   [>= seq_len, num_kv_heads, value_dim] each, likewise
     seq_lens: tokens of each
     sinks:    [num_q_heads], or None
     """
@@ -75,7 +75,8 @@ def _one(
     count, length = query.shape[0], key.shape[0]
     groups = (spec.num_kv_heads, spec.group_size)
     out = torch.empty(count, spec.num_q_heads, spec.out_dim, dtype=dtype)
-    query, key, value = (part.to(operands).to(wide) for part in (query, key, value))
+    # What a cache stores has been rounded already: a kernel that multiplies in 8 bits reads it as it is.
+    query, key, value = query.to(operands).to(wide), key.to(dtype).to(wide), value.to(dtype).to(wide)
     query, key, value = query.unflatten(1, groups), key.transpose(0, 1), value.transpose(0, 1)
     # A sink of +inf leaves the tokens no weight; a sink of -inf has no weight.
     sink = torch.full(groups, -torch.inf, dtype=wide) if sinks is None else sinks.to(operands).to(wide).view(groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from builders import AttentionBatch, AttentionKind, BatchBuffers, MetadataBuilde
 from builders.spec import AttentionSpec
 from spec_decode.testing import oracle
 from spec_decode.testing.batches import MAX_SEQ_LEN, Batch, Case
-from spec_decode.testing.layouts import layout_of
+from spec_decode.testing.layouts import Scales, layout_of, scales_of
 from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject
@@ -59,12 +60,14 @@ class PagedFixture:
         self.pages = [order[r * per_request : (r + 1) * per_request] for r in range(rows)]
         self.tables = self._tables(width=1)
         self.limits = list(limits) if limits is not None else [max_seq_len] * rows
-        self.layout = layout_of(spec)
-        self.key = [self._random(spec.head_dim) for _ in range(rows)]
+        self.layout, scales = layout_of(spec), scales_of(spec, self.device)
+        self.key_scales: Scales = scales.key_floats if scales else ()
+        self.value_scales: Scales = scales.value_floats if scales else ()
+        self.key = [self._random(spec.head_dim, self.key_scales) for _ in range(rows)]
         self.value = [self._value_of(key) for key in self.key]
         self.sinks = torch.randn(spec.num_q_heads, generator=self.generator) if spec.sinks else None
         self.device_sinks = None if self.sinks is None else self.sinks.to(self.device)
-        self.cache = subject.backend.allocate_kv(spec, self.num_pages, self.device)
+        self.cache = replace(subject.backend.allocate_kv(spec, self.num_pages, self.device), scales=scales)
         self.poison()
 
     @classmethod
@@ -86,14 +89,14 @@ class PagedFixture:
             device=self.device,
         )
 
-    def _random(self, dim: int) -> torch.Tensor:
+    def _random(self, dim: int, scales: Scales) -> torch.Tensor:
         numbers = torch.randn(self.max_seq_len, self.spec.num_kv_heads, dim, generator=self.generator)
-        return self.layout.representable(numbers.to(self.spec.new_kv_dtype))
+        return self.layout.representable(numbers.to(self.spec.new_kv_dtype), scales)
 
     def _value_of(self, key: torch.Tensor) -> torch.Tensor:
         if self.spec.kind is AttentionKind.MLA:
             return key[..., : self.spec.out_dim]
-        return self._random(self.spec.out_dim)
+        return self._random(self.spec.out_dim, self.value_scales)
 
     def poison(self) -> None:
         """Make every element of the cache NaN."""
@@ -105,7 +108,7 @@ class PagedFixture:
         shape = (self.num_pages, spec.num_kv_heads, spec.page_size, 2, spec.head_dim)
         tokens = torch.empty(shape, dtype=spec.cache_dtype, device=self.device).transpose(1, 2)
         key, value = tokens[..., 0, :], tokens[..., 0 if latent else 1, : spec.out_dim]
-        self.cache = KVCache(key, value)
+        self.cache = replace(self.cache, key=key, value=value)
         self.poison()
 
     def share_prefix(self, num_pages: int) -> None:
@@ -277,11 +280,18 @@ class PagedFixture:
         """Compare out [>= query tokens, num_q_heads, value_dim] of these requests, None for the first ones, with the
         oracle. Raises CheckFailure if its error exceeds twice that of a correct kernel of this precision."""
         own = range(len(seq_lens)) if requests is None else requests
-        keys, values = ([rows[request] for request in own] for rows in (self.key, self.value))
+        keys, values = self._read([self.key[r] for r in own], [self.value[r] for r in own])
         logical = oracle.LogicalBatch(queries, keys, values, seq_lens, self.sinks)
         return oracle.assert_within_budget(
             out, logical, self.spec, self.subject.backend.capabilities, contract=contract
         )
+
+    def _read(
+        self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return what attention reads of written keys and values."""
+        read = self.layout.read
+        return [read(key, self.key_scales) for key in keys], [read(value, self.value_scales) for value in values]
 
     def expect_trees(
         self,
@@ -306,7 +316,7 @@ class PagedFixture:
                 for found, source in zip(rows, (self.key, self.value), strict=True):
                     found.append(torch.cat([source[request][:cached], source[request][places]]))
         lengths = [len(key) for key in rows[0]]
-        logical = oracle.LogicalBatch(alone, *rows, lengths, self.sinks)
+        logical = oracle.LogicalBatch(alone, *self._read(*rows), lengths, self.sinks)
         return oracle.assert_within_budget(
             out, logical, self.spec, self.subject.backend.capabilities, contract=contract
         )

@@ -206,7 +206,7 @@ def _prefix(group: KVGroup, cache: KVCache, table: torch.Tensor, length: int) ->
     """Return the keys and values of a request's first tokens, on the CPU, by looking them up in the page table."""
     size = group.spec.page_size
     pages = table[: -(-length // size)].long()
-    own, layout = KVCache(cache.key[pages].cpu(), cache.value[pages].cpu()), layout_of(group.spec)
+    own, layout = replace(cache, key=cache.key[pages].cpu(), value=cache.value[pages].cpu()), layout_of(group.spec)
     taken: Sequence[tuple[torch.Tensor, torch.Tensor]] = [layout.take(own, *divmod(p, size)) for p in range(length)]
     key, value = (torch.stack([pair[part] for pair in taken]) for part in (0, 1))
     return key, value

@@ -118,7 +118,8 @@ def test_unsupported_device_is_a_reason(monkeypatch):
 
 def test_features_of_lists_every_feature_used():
     spec = make_spec(sliding_window=64, soft_cap=2.0, sinks=True, value_dim=8, batch_invariant=True, tree=True)
-    assert {*features_of(spec), *features_of(make_spec(causal=False))} == set(Feature)
+    scaled = make_spec(kv_dtype=torch.float8_e4m3fn, head_scales=True)
+    assert {*features_of(spec), *features_of(make_spec(causal=False)), *features_of(scaled)} == set(Feature)
     assert features_of(make_spec(num_kv_heads=4)) == []
 
 

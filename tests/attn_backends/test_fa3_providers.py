@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends import Accepted, KVCache, Rejected, explain, registry
+from attn_backends import Accepted, Rejected, explain, registry
 from attn_backends import fa3_providers as providers
 from attn_backends.capabilities import Feature
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, BrokenProvider, find_provider
@@ -26,7 +26,7 @@ calls = []
 FA3_AVAILABLE, FA3_UNAVAILABLE_REASON = True, None
 def flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None,
         softmax_scale=None, causal=False, window_size=None, softcap=0.0, block_table=None,
-        num_splits=0, fa_version=2, s_aux=None, return_softmax_lse=False, q_v=None):
+        num_splits=0, fa_version=2, s_aux=None, return_softmax_lse=False, q_v=None, k_descale=None, v_descale=None):
     calls.append(dict(locals()))
     return (q, q[..., 0].t()) if return_softmax_lse else q
 """
@@ -34,7 +34,7 @@ UPSTREAM = """
 calls = []
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, page_table=None,
         cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-        num_splits=0, return_softmax_lse=False, sinks=None, qv=None):
+        num_splits=0, return_softmax_lse=False, sinks=None, qv=None, k_descale=None, v_descale=None):
     calls.append(dict(locals()))
     return (q, q[..., 0].t(), None, None) if return_softmax_lse else q
 """
@@ -143,7 +143,7 @@ def test_unreadable_build_record_is_broken_provider(install):
 
 
 def test_upstream_claims_features_of_its_build(build):
-    every = frozenset(Feature) - {Feature.BATCH_INVARIANT}
+    every = frozenset(Feature) - {Feature.BATCH_INVARIANT, Feature.HEAD_SCALES}
     whole = build()
     assert whole.features == every and whole.serves_latents
     assert build("LOCAL").features == every - {Feature.SLIDING_WINDOW}
@@ -163,7 +163,9 @@ def test_upstream_claims_features_of_its_build(build):
 
 def test_upstream_without_build_record_lacks_value_dim(install):
     install("upstream")
-    assert find_provider().features == frozenset(Feature) - {Feature.VALUE_DIM, Feature.BATCH_INVARIANT}
+    assert find_provider().features == frozenset(Feature) - {
+        Feature.VALUE_DIM, Feature.BATCH_INVARIANT, Feature.HEAD_SCALES,
+    }  # fmt: skip
 
 
 def test_build_without_lse_lacks_trees(install):
@@ -347,7 +349,7 @@ def test_forward_passes_cache_and_bf16_sinks(load):
 
 def test_queries_are_clamped_before_e4m3_cast(load, monkeypatch):
     backend, spec = load("vllm"), hopper_spec(kv_dtype=torch.float8_e4m3fn)
-    cache = KVCache(*(torch.zeros(3, 16, 2, 128, dtype=torch.float8_e4m3fn) for _ in range(2)))
+    cache = make_cache(spec, 3)
     query, metadata = torch.full((2, 8, 128), 470.0, dtype=torch.bfloat16), make_metadata(num_tokens=2)
     cast, largest = torch.Tensor.to, []
     # What a cast makes of 470 depends on the torch: NaN up to 2.11, 448 later.
@@ -356,7 +358,16 @@ def test_queries_are_clamped_before_e4m3_cast(load, monkeypatch):
     backend.forward(query, cache, metadata, spec=spec)
 
     assert largest == [448.0]
-    assert sys.modules[MODULES["vllm"]].calls[0]["q"].float().eq(448).all()
+    call = sys.modules[MODULES["vllm"]].calls[0]
+    assert call["q"].float().eq(448).all()
+    for name, scale in (("k_descale", cache.scales.key), ("v_descale", cache.scales.value)):
+        assert torch.equal(call[name], scale.expand(metadata.num_reqs, spec.num_kv_heads))
+
+
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_a_build_without_scales_serves_no_e4m3_cache(name, load):
+    backend = load("vllm", VLLM.replace(f", {name}=None", ""))
+    assert "float8_e4m3fn" in reasons(backend, hopper_spec(kv_dtype=torch.float8_e4m3fn))
 
 
 def test_broken_provider_rejection_names_it(load):

@@ -25,7 +25,20 @@ OF_ONE_KERNEL = NAMES[1:]
 """The first decodes by whichever kernel of theirs serves a spec best."""
 NOT_SERVED = "numerics.bits_do_not_depend_on_the_batch"
 TREES = ("numerics.trees_see_their_ancestors", "graph.tree_replays_over_other_trees")
-VARIANTS = ("base", "window", "window_1", "soft_cap", "scale", "page_1", "page_128", "fp16", "mha", "mqa", "dim_256")
+VARIANTS = (
+    "base",
+    "window",
+    "window_1",
+    "soft_cap",
+    "scale",
+    "page_1",
+    "page_128",
+    "fp16",
+    "mha",
+    "mqa",
+    "dim_256",
+    "fp8_cache",
+)
 MQA = {"num_q_heads": 8, "num_kv_heads": 1}
 
 
@@ -61,8 +74,12 @@ def test_a_backend_passes_the_kit(name):
     report = check_backend(instance, device=CPU, checks=telling_checks(instance, *KIT))
     refused = {(result.check, result.case) for result in report.results if result.outcome is Outcome.UNSUPPORTED}
     without_trees = {(check, case) for check, case in refused if "tree" not in check}
-    refused_page = ("page_1",) if name == "flashinfer_xqa" else ()
-    assert without_trees <= {("graph.blocks_replay_over_other_batches", f"{each}-block") for each in refused_page}
+    xqa = name == "flashinfer_xqa"
+    refused_caches = ("fp8_cache_head_scales", *["fp8_cache"] * xqa)
+    assert without_trees <= {
+        *[("graph.blocks_replay_over_other_batches", "page_1-block")] * xqa,
+        *(("refusal.bad_scales_never_reach_a_kernel", f"{each}-decode") for each in refused_caches),
+    }
 
 
 def test_automatic_backend_passes_quick_kit():
@@ -81,13 +98,13 @@ def test_attention_and_trees_pass_except_windows(name):
     report = check_backend(instance, device=CPU, checks=telling_checks(instance, *patterns), report=True)
     served = [result for result in report.results if result.check not in (NOT_SERVED, *TREES)]
     found = {v: {result.outcome for result in served if result.case.startswith(f"{v}-")} for v in VARIANTS}
-    refused = {"soft_cap", "page_1"} if name == "flashinfer_xqa" else set()
+    refused = {"soft_cap", "page_1", "fp8_cache"} if name == "flashinfer_xqa" else set()
     wanted = {variant: {Outcome.UNSUPPORTED if variant in refused else Outcome.PASS} for variant in VARIANTS}
     assert found == wanted, report.summary()
 
     trees = [result for result in report.results if result.check == TREES[0]]
     without = {result.case.partition("-")[0] for result in trees if result.outcome is not Outcome.PASS}
-    assert without == {"window", "sinks", "fp8_cache"} | refused
+    assert without == {"window", "sinks"} | refused
     assert {result.case.partition("-")[0] for result in trees} - without >= {"base", "gqa", "page_64", "dim_128"}
 
 

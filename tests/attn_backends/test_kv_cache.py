@@ -1,9 +1,12 @@
 """Caches in each layout: what the spec chooses, what the tensors tell, and bytes with gaps between pages."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
-from attn_backends import FP8_DS_MLA, KVCache, cache_layout, get
+from attn_backends import FP8_DS_MLA, KVCache, KVScales, cache_layout, get
 from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES, page_bytes
 from attn_backends.kv_cache import LATENT, PLAIN
 from builders import AttentionKind, BatchBuffers, BatchError
@@ -62,3 +65,38 @@ def test_bytes_of_tokens_that_lie_apart_are_refused():
     with pytest.raises(BatchError, match=r"must be 584 bytes apart, got strides \(4096, 1024, 1024, 1\)"):
         FP8_DS_MLA.write(latent, latent, KVCache(wide, wide), slots)
     assert not wide.any()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ([0.0], [1.0], "the key scale .* must be positive and finite, got 0.0 at index 0"),
+        ([1.0], [-2.0], "the value scale .* got -2.0"),
+        ([1.0, math.nan], [1.0, 1.0], "got nan at index 1"),
+        ([1.0], [math.inf], "got inf"),
+        ([1e-60], [1.0], "got 1e-60"),
+        (["1"], [1.0], "got '1'"),
+        ([True], [1.0], "got True"),
+        ([1.0, 1.0], [1.0], "as many scales, got 2 and 1"),
+        ([], [], "as many scales, got 0 and 0"),
+    ],
+)
+def test_scales_that_are_no_factors_are_refused(key, value, message):
+    with pytest.raises(BatchError, match=message):
+        KVScales.of(key, value, CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [({}, 0), ({"kv_dtype": torch.float8_e4m3fn}, 1), ({"kv_dtype": torch.float8_e4m3fn, "head_scales": True}, 2)],
+)
+def test_a_cache_has_as_many_scales_as_its_spec(changes, count):
+    spec = make_spec(**changes)
+    cache = PLAIN.allocate(spec, 3, CPU)
+    one, two = (KVScales.of([1.0] * n, [2.0] * n, CPU) for n in (1, 2))
+    for held, scales in {0: None, 1: one, 2: two}.items():
+        if held == count:
+            PLAIN.check(replace(cache, scales=scales), spec, CPU)
+        else:
+            with pytest.raises(BatchError, match=r"has \d scales for keys|the key scales must be"):
+                PLAIN.check(replace(cache, scales=scales), spec, CPU)

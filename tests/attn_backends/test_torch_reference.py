@@ -24,9 +24,9 @@ def test_gathering_in_chunks_matches_whole_and_bound(monkeypatch, tokens):
     """Of one token where even that is too much."""
     whole, gathered, gather = prefill(), [], torch_reference._gather
 
-    def counted(cache, part, slot):
+    def counted(cache, part, slot, scale):
         gathered.append(len(slot))
-        return gather(cache, part, slot)
+        return gather(cache, part, slot, scale)
 
     monkeypatch.setattr(torch_reference, "_gather", counted)
     monkeypatch.setattr(torch_reference, "_GATHERED_ELEMENTS", max(1, tokens * 32 * 2 * 16))

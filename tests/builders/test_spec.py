@@ -38,6 +38,11 @@ BROKEN = {
     "invariance as a string": ({"batch_invariant": "yes"}, "batch_invariant must be True or False, got 'yes'"),
     "invariance as a number": ({"batch_invariant": 1}, "batch_invariant must be True or False, got 1"),
     "half invariant": ({"batch_invariant": 0.5}, "batch_invariant must be True or False, got 0.5"),
+    "head scales of a wide cache": ({"head_scales": True}, "in torch.float8_e4m3fn, got mha in torch.float32"),
+    "head scales of latents": (
+        {"kind": AttentionKind.MLA, "num_kv_heads": 1, "kv_dtype": torch.float8_e4m3fn, "head_scales": True},
+        "those of keys and values in torch.float8_e4m3fn, got mla",
+    ),
     "two latents": ({"kind": AttentionKind.MLA}, "num_kv_heads must be 1 and value_dim at most head_dim, got 2"),
     "value beyond the latent": (
         {"kind": AttentionKind.MLA, "num_kv_heads": 1, "value_dim": 17},

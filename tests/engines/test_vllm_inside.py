@@ -104,7 +104,8 @@ def test_vllm_selects_a_backend_by_its_name(name, changes):
             (plug_in.NAMES, {"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
             (plug_in.NAMES, {"dtype": torch.float32}, "dtype not supported"),
             (plug_in.NAMES, {"block_size": 8}, "block_size not supported"),
-            (DENSE, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+            (DENSE[1:], {"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+            (DENSE, {"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
             (DENSE, {"use_sparse": True}, "sparse not supported"),
             (PAGED, {"attn_type": "encoder"}, "attention type encoder not supported"),
             (PAGED, {"use_mla": True}, "MLA not supported"),
@@ -218,6 +219,16 @@ def test_a_build_attends_right(name, query_len):
         assert_attends(runner, runner.group.build_metadata(runner.common()), lens)
 
 
+@pytest.mark.parametrize("query_len", [1, 1 + TOKENS])
+@pytest.mark.parametrize("kv", ["fp8", "fp8_e4m3"])
+def test_a_build_attends_right_over_8_bits(kv, query_len):
+    assert select(PAGED[0], kv_cache_dtype=kv) == plug_in.NAMES[PAGED[0]]
+    runner = Runner(PAGED[0], query_len, kv=kv)
+    for seed, lens in enumerate(LENS):
+        runner.fill(lens, seed)
+        assert_attends(runner, runner.group.build_metadata(runner.common()), lens)
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_speculator_replays_draft_loop_over_new_batches(name):
     loop = DraftLoop(make_runner(name))
@@ -287,6 +298,16 @@ def test_keys_and_values_are_written_in_vllm_layout():
     key, value = torch.randn(2, 2, KV_HEADS, DIM).bfloat16()
     runner.layer.impl.do_kv_cache_update(runner.layer, key, value, runner.cache, torch.tensor([3 * PAGE + 7, -1]))
     assert torch.equal(runner.cache[3, :, 7], torch.cat([key[0], value[0]], -1))
+
+
+def test_keys_and_values_are_written_in_8_bits_over_the_layers_scales():
+    runner = Runner(PAGED[0], kv="fp8")
+    key, value = torch.randn(2, 1, KV_HEADS, DIM).bfloat16() * 300
+    runner.layer.impl.do_kv_cache_update(runner.layer, key, value, runner.cache, torch.tensor([3 * PAGE + 7]))
+    found = runner.cache[3, :, 7].view(torch.float8_e4m3fn).float()
+    wanted = torch.cat([key[0].float() / 0.7, value[0].float() / 3.0], -1).clamp(-448, 448)
+    torch.testing.assert_close(found, wanted, rtol=2**-4, atol=2**-9)
+    assert found.abs().max() == 448
 
 
 def test_sinks_reload_in_place_in_model_dtype():

@@ -35,7 +35,7 @@ def test_attention_over_vllm_cache_matches_contiguous(order):
     cache, query = packed(order).normal_(), torch.randn(2, 4, DIM)
     table = torch.tensor([[4, 1], [2, 3]], dtype=torch.int32)
     lens, starts = torch.tensor([20, 9], dtype=torch.int32), torch.arange(3, dtype=torch.int32)
-    numbers = (table, lens, starts, None, None, 1, 32, 1, DIM**-0.5, None, None, True, False)
+    numbers = (table, lens, starts, None, None, 1, 32, 1, DIM**-0.5, None, None, True, False, None, None)
     store = keys_and_values(cache, DIM)
     plain = paged_attention(query, store.key.contiguous(), store.value.contiguous(), *numbers)
     assert torch.equal(paged_attention(query, store.key, store.value, *numbers), plain)

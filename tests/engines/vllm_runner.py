@@ -69,7 +69,9 @@ class Runner:
         *,
         causal=True,
         window=None,
+        kv="auto",
     ):
+        """kv: vLLM's name of the cache's dtype."""
         from vllm.config import set_current_vllm_config
         from vllm.v1.kv_cache_interface import FullAttentionSpec
         from vllm.v1.worker.utils import AttentionGroup
@@ -83,13 +85,19 @@ class Runner:
         backend = backend_of(name)
         group = FullAttentionSpec(block_size=block, num_kv_heads=KV_HEADS, head_size=DIM, dtype=dtype)
         with set_current_vllm_config(self.config), default_dtype(dtype):
-            numbers = (HEADS, DIM, DIM**-0.5, KV_HEADS, None, window, "auto", None)
+            numbers = (HEADS, DIM, DIM**-0.5, KV_HEADS, None, window, kv, None)
             self.layer = layer_of(backend.get_impl_cls()(*numbers))
             self.config.compilation_config.static_forward_context = {LAYER: self.layer}
             self.group = AttentionGroup(backend, [LAYER], group, 0)
         self.remake(kernel_block)
         self.allocate()
         self.cache = torch.randn(100, KV_HEADS, PAGE, 2 * DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
+        self.scales = (1.0, 1.0)
+        if kv != "auto":
+            self.scales, self.cache = (0.7, 3.0), self.cache.to(torch.float8_e4m3fn).view(torch.uint8)
+            for name, scale in zip(("_k_scale", "_v_scale"), self.scales, strict=True):
+                getattr(self.layer, name).fill_(scale)
+                setattr(self.layer, f"{name}_float", scale)
 
     def remake(self, kernel_block=None):
         """Make the group's builders again, as vLLM does."""
@@ -156,7 +164,9 @@ class Runner:
 
     def truth(self, query, lens):
         """Compute the live rows' attention in fp64, from only their lengths and tables."""
-        key, value = self.cache.double().transpose(1, 2).split(DIM, -1)
+        stored = self.cache.view(torch.float8_e4m3fn).float() if self.cache.dtype is torch.uint8 else self.cache
+        key, value = (part.double() for part in stored.transpose(1, 2).split(DIM, -1))
+        key, value = key * self.scales[0], value * self.scales[1]
         rows = []
         for row, length in enumerate(lens):
             pages = self.table[row, : -(-length // PAGE)].long()
@@ -195,7 +205,7 @@ def layer_of(impl):
     layer = type("Layer", (AttentionLayerBase,), dict.fromkeys(AttentionLayerBase.__abstractmethods__))()
     layer.impl = impl
     for name in ("_q_scale", "_k_scale", "_v_scale"):
-        setattr(layer, name, torch.ones(1))
+        setattr(layer, name, torch.tensor(1.0, dtype=torch.float32))
         setattr(layer, f"{name}_float", 1.0)
     return layer
 

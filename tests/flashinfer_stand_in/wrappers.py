@@ -88,7 +88,8 @@ class _Wrapper:
         self._soft_cap = logits_soft_cap or 0.0
         self._sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
         self._dtypes = (q_data_type, kv_data_type or q_data_type)
-        if any(dtype.itemsize != 2 for dtype in self._dtypes) or head_dim not in (64, 128, 256, 512):
+        served = q_data_type.itemsize == 2 and self._dtypes[1] in (q_data_type, torch.float8_e4m3fn)
+        if not served or head_dim not in (64, 128, 256, 512):
             raise RuntimeError(f"no kernel of {self._dtypes} and head_dim {head_dim}")
 
     def _take_rows(self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor) -> None:
@@ -115,7 +116,13 @@ class _Wrapper:
         return plan(pages, query_lens, num_sms=sms, window_left=window_left, **sizes)
 
     def _run(
-        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, causal: bool
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        causal: bool,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out, and the base-2 lse, fp32 [num_tokens, num_q_heads]."""
         key, value = paged_kv_cache
@@ -141,8 +148,10 @@ class _Wrapper:
             causal,
             self._window_left,
             self._soft_cap,
-            self._sm_scale,
+            self._sm_scale * (1.0 if k_scale is None else k_scale),
         )
+        if v_scale is not None:
+            out *= v_scale
         return out, lse
 
 
@@ -192,11 +201,14 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         *,
         out: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
     ) -> torch.Tensor:
         refuse_overlap(enable_pdl)
         if len(q) != len(self._paged_kv_last_page_len_buf):
             raise ValueError(f"q.shape[0] ({len(q)}) does not match batch_size * q_len_per_req")
-        return self._run(q, paged_kv_cache, torch.empty_like(q) if out is None else out, causal=False)[0]
+        out = torch.empty_like(q) if out is None else out
+        return self._run(q, paged_kv_cache, out, causal=False, k_scale=k_scale, v_scale=v_scale)[0]
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -251,9 +263,12 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         out: torch.Tensor | None = None,
         return_lse: bool = False,
         enable_pdl: bool | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
     ) -> Any:
         refuse_overlap(enable_pdl)
         if len(q) != self._num_rows:
             raise ValueError(f"q.shape[0] ({len(q)}) does not match qo_indptr[-1] ({self._num_rows})")
-        found = self._run(q, paged_kv_cache, torch.zeros_like(q) if out is None else out, causal=self._causal)
+        out = torch.zeros_like(q) if out is None else out
+        found = self._run(q, paged_kv_cache, out, causal=self._causal, k_scale=k_scale, v_scale=v_scale)
         return found if return_lse else found[0]

@@ -26,7 +26,7 @@ def paged(query, requests, query_len, splits, window=None):
     return paged_attention(
         last.flatten(0, 1), cache, cache.flip(3), TABLES[requests], int32(*(LENGTHS[r] for r in requests)),
         int32(*range(0, len(last) * query_len + 1, query_len)), noise(4, seed=2), None, query_len, max(LENGTHS),
-        splits, 0.2, window, None, True, True,
+        splits, 0.2, window, None, True, True, None, None,
     ).unflatten(0, last.shape[:2])  # fmt: skip
 
 

@@ -48,6 +48,7 @@ def paged(length, causal, invariant, masks=None, max_seq_len=7):
     return paged_attention(
         noise(4, 2, 16), noise(4, 4, 1, 16), noise(4, 4, 1, 16), TABLE, lens(length, 7),
         torch.tensor([0, 2, 4], dtype=torch.int32), None, masks, 2, max_seq_len, 2, 0.25, None, None, causal, invariant,
+        None, None,
     )  # fmt: skip
 
 
@@ -63,7 +64,7 @@ def tree(length, *_):
     tree_attention(
         noise(4, 2, 16), noise(4, 4, 1, 16), noise(4, 4, 1, 16), TABLE, lens(length, 7),
         torch.tensor([0, 2, 4], dtype=torch.int32), None, torch.tensor([1, 3, 1, 3]), out, noise(4, 2), False, 2, 0.25,
-        None,
+        None, None, None,
     )  # fmt: skip
     return out
 

@@ -45,7 +45,8 @@ def angles(rotary):
 
 def paged(query, key_cache, value_cache):
     batch = ints(0, 1).view(1, 2), ints(6), ints(0, 3)
-    return [paged_attention(query, key_cache, value_cache, *batch, None, None, 3, 6, 1, 0.1, None, None, True, False)]
+    numbers = None, None, 3, 6, 1, 0.1, None, None, True, False, None, None
+    return [paged_attention(query, key_cache, value_cache, *batch, *numbers)]
 
 
 def latent(query, cache):

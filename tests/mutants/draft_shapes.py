@@ -89,7 +89,9 @@ class MergesTrees(TritonPaged):
             return super().forward(query, cache, metadata, spec=spec, sinks=sinks)
         tensors = (metadata.query_start_loc, metadata.kv_lens, metadata.block_table, None)
         sizes = (spec.softmax_scale, False, -1, -1, spec.soft_cap or 0.0)
-        out, lse = flash_attn3_stand_in.attend(query, cache.key, cache.value, *tensors, *sizes)
+        by_request = metadata.num_reqs, spec.num_kv_heads
+        scales = (None if one is None else one.expand(by_request) for one in (cache.key_scale, cache.value_scale))
+        out, lse = flash_attn3_stand_in.attend(query, cache.key, cache.value, *tensors, *sizes, *scales)
         return merge_tree(out, lse.t(), query, cache, metadata, spec, sinks, lse_base_2=self.lse_base_2)
 
 

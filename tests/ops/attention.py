@@ -32,6 +32,8 @@ ROUNDED_ONCE = {
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SLOTS = torch.tensor([7, -1, 19, 0])
 OUTSIDE = [torch.tensor([slot, 7, -1, slot]) for slot in (20, 2**40, -2, -(2**40))]
+PLAINLY = None, None
+SCALES = (torch.tensor([0.7]), torch.tensor([3.0])), (torch.tensor([0.7, 1.3]), torch.tensor([3.0, 0.01]))
 ROTARY = [(3, 5, 512, 64), (2, 70, 64, 64), (2, 1, 80, 6), (1, 3, 576, 64)]
 """Tokens, heads, dim and rotary dim."""
 
@@ -48,28 +50,30 @@ def write_kv():
     for dtype in DTYPES:
         for value_dim in (16, 40):
             key, value = noise(4, 2, 16, dtype=dtype), noise(4, 2, value_dim, seed=1, dtype=dtype)
-            yield key, value, noise(5, 4, 2, 16, seed=2, dtype=dtype), noise(5, 4, 2, value_dim, dtype=dtype), SLOTS
+            caches = noise(5, 4, 2, 16, seed=2, dtype=dtype), noise(5, 4, 2, value_dim, dtype=dtype)
+            yield key, value, *caches, SLOTS, None, None
     key, value = noise(4, 3, 24), noise(4, 3, 24, seed=1)
     for slots in OUTSIDE:
-        yield key, value, *noise(2, 5, 4, 3, 24), slots
+        yield key, value, *noise(2, 5, 4, 3, 24), slots, None, None
     edges = torch.tensor([0.0, 448, 449, 464, 465, 470, 500, 6e4, 2**-9, 2**-10, 1.5 * 2**-9, 0.3, torch.inf])
     for dtype in DTYPES:
         # Values at every edge of e4m3, and beyond.
         new = torch.cat([edges, -edges, torch.tensor([torch.nan]), noise(101) * 50]).to(dtype).view(4, 2, 16)
-        yield new, new, *torch.zeros(2, 5, 4, 2, 16).to(torch.float8_e4m3fn), SLOTS
+        for scales in SCALES:
+            yield new, new, *torch.zeros(2, 5, 4, 2, 16).to(torch.float8_e4m3fn), SLOTS, *scales
     heads_first = noise(2, 5, 3, 4, 24).transpose(2, 3)
-    yield key, value, *heads_first, SLOTS
-    yield key, value, *noise(5, 2, 4, 3, 24).unbind(1), SLOTS
+    yield key, value, *heads_first, SLOTS, None, None
+    yield key, value, *noise(5, 2, 4, 3, 24).unbind(1), SLOTS, None, None
 
 
 @op("attn_backends::rope_and_write_kv", close=CLOSE, strided="query key value key_cache value_cache")
 def rope_and_write_kv():
-    def of(queries=8, keys=2, dim=16, value_dim=None, dtype=torch.float32, kv_dtype=None, slots=SLOTS):
+    def of(queries=8, keys=2, dim=16, value_dim=None, dtype=torch.float32, kv_dtype=None, slots=SLOTS, scales=PLAINLY):
         packed = noise(4, queries + 2 * keys, dim, dtype=dtype)
         query, key, value = packed.split([queries, keys, keys], 1)
         value = value if value_dim is None else noise(4, keys, value_dim, seed=2, dtype=dtype)
         caches = (noise(5, 4, keys, part.shape[2], dtype=dtype).to(kv_dtype or dtype) for part in (key, value))
-        return query, key, value, torch.tensor([3, 39, 0, 17]), noise(40, dim).cos(), *caches, slots
+        return query, key, value, torch.tensor([3, 39, 0, 17]), noise(40, dim).cos(), *caches, slots, *scales
 
     for dtype in DTYPES[:2]:
         for sizes in ((8, 2, 16), (9, 3, 16), (2, 2, 16), (3, 1, 24)):
@@ -77,7 +81,8 @@ def rope_and_write_kv():
     for slots in OUTSIDE:
         yield of(slots=slots)
     yield of(value_dim=40)
-    yield of(dtype=torch.float16, kv_dtype=torch.float8_e4m3fn)
+    for scales in SCALES:
+        yield of(dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, scales=scales)
 
 
 @op("attn_backends::prepare_query", close=CLOSE, strided="query")
@@ -147,6 +152,8 @@ SPECS = (
     make_spec(head_dim=80),
     replace(PLAIN, scale=30.0),
     replace(PLAIN, dtype=torch.bfloat16, kv_dtype=torch.bfloat16),
+    replace(PLAIN, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn),
+    replace(PLAIN, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, head_scales=True, sinks=True),
 )
 DECODE = ([1, 1, 1], [1, 66, 130], 4)
 BATCHES = (DECODE, ([5, 5], [5, 99], 3), ([9, 1, 40], [20, 3, 130], None))
@@ -158,11 +165,12 @@ def paged(spec, batch, splits, masks=None):
     """Return inputs with NaN wherever no request has a token."""
     tensors, owned, tokens = batch_of(*batch, spec.page_size, 136)
     cache = make_cache(spec, len(owned))
-    cache.key[~owned] = cache.value[~owned] = torch.nan
+    for part in (cache.key, cache.value):
+        part.copy_(part.float().where(owned[..., None, None], torch.nan).to(part.dtype))
     return (
         noise(tokens, spec.num_q_heads, spec.head_dim, seed=3, dtype=spec.dtype) / 2, cache.key, cache.value, *tensors,
         noise(spec.num_q_heads) / 2 if spec.sinks else None, masks, max(batch[0]), 136, splits, spec.softmax_scale,
-        spec.sliding_window, spec.soft_cap, spec.causal, spec.batch_invariant,
+        spec.sliding_window, spec.soft_cap, spec.causal, spec.batch_invariant, cache.key_scale, cache.value_scale,
     )  # fmt: skip
 
 

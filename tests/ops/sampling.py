@@ -386,3 +386,4 @@ def move_accepted_kv():
     path = torch.tensor([[3, 4, 8], [1, 5, 6], [2, 3, 4], [7, -1, -1]])
     for value_dim in (8, 12):
         yield noise(9, 2, 4, 8).transpose(1, 2), noise(9, 2, 4, value_dim, seed=1).transpose(1, 2), slots, path
+    yield *(noise(9, 4, 2, 8, seed=seed).to(torch.float8_e4m3fn) for seed in range(2)), slots, path

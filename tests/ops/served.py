@@ -32,32 +32,48 @@ def batch(tokens: int) -> tuple[torch.Tensor, ...]:
     return tensor(INT32, REQUESTS, CONTEXT // PAGE_SIZE), tensor(INT32, REQUESTS), tensor(INT32, REQUESTS + 1)
 
 
+def scales(kv: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return one of keys and one of values, if the cache has any."""
+    return (tensor(FP32, 1), tensor(FP32, 1)) if kv is FP8 else (None, None)
+
+
 def paged(
-    dim: int, group: int, queries: int, splits: int, *, tree: bool = False, invariant: bool = False, more: bool = False
+    dim: int,
+    group: int,
+    queries: int,
+    splits: int,
+    *,
+    tree: bool = False,
+    invariant: bool = False,
+    more: bool = False,
+    kv: torch.dtype = BF16,
 ) -> Case:
     """more: with sinks, a window and a soft cap."""
     tokens = REQUESTS * queries
-    query, caches = tensor(BF16, tokens, 4 * group, dim), (tensor(BF16, PAGES, PAGE_SIZE, 4, dim) for _ in range(2))
+    query, caches = tensor(BF16, tokens, 4 * group, dim), (tensor(kv, PAGES, PAGE_SIZE, 4, dim) for _ in range(2))
     sinks, masks = tensor(FP32, 4 * group) if more else None, tensor(INT64, tokens) if tree else None
     features = (4096, 30.0) if more else (None, None)
     return "attn_backends::paged_attention", (
         query, *caches, *batch(tokens), sinks, masks, queries, CONTEXT, splits, 0.1, *features, True, invariant,
+        *scales(kv),
     )  # fmt: skip
 
 
 def attention() -> Iterator[Case]:
-    for dim, (group, queries, splits) in product((64, 128, 256), ((4, 6, 4), (16, 512, 1))):
-        yield paged(dim, group, queries, splits)
+    for dim, (group, queries, splits), kv in product((64, 128, 256), ((4, 6, 4), (16, 512, 1)), (BF16, FP8)):
+        yield paged(dim, group, queries, splits, kv=kv)
     yield paged(128, 4, 16, 4, tree=True)
+    yield paged(128, 4, 16, 4, tree=True, kv=FP8)
     yield paged(128, 4, 6, CONTEXT // SPLIT_TOKENS, invariant=True)
     yield paged(64, 8, 6, 1, more=True)
     queries = 64
-    for dim in (64, 128, 256):
-        caches = (tensor(BF16, PAGES, PAGE_SIZE, 4, dim) for _ in range(2))
+    for dim, kv in product((64, 128, 256), (BF16, FP8)):
+        caches = (tensor(kv, PAGES, PAGE_SIZE, 4, dim) for _ in range(2))
         tokens = REQUESTS * queries
         query, lse = tensor(BF16, tokens, 16, dim), tensor(FP32, tokens, 16)
         yield "attn_backends::tree_attention", (
             query, *caches, *batch(tokens), None, tensor(INT64, tokens), query, lse, True, queries, 0.1, None,
+            *scales(kv),
         )  # fmt: skip
     for heads, queries, dtype in ((16, 1, BF16), (128, 4, BF16), (128, 1, FP32)):
         tokens = REQUESTS * queries
@@ -79,9 +95,10 @@ def attention() -> Iterator[Case]:
     yield "attn_backends::write_fp8_ds_mla", (tensor(BF16, 8, 512), caches[1], slots, *norm, 1e-6, 64)
     for kv_dtype in (BF16, FP8):
         key, cache = tensor(BF16, 8, 8, 128), tensor(kv_dtype, 9, PAGE_SIZE, 8, 128)
-        yield "attn_backends::write_kv", (key, key, cache, cache, slots)
+        yield "attn_backends::write_kv", (key, key, cache, cache, slots, *scales(kv_dtype))
         yield "attn_backends::rope_and_write_kv", (
-            tensor(BF16, 8, 32, 128), key, key, slots, tensor(FP32, 64, 128), cache, cache, slots
+            tensor(BF16, 8, 32, 128), key, key, slots, tensor(FP32, 64, 128), cache, cache, slots,
+            *scales(kv_dtype),
         )  # fmt: skip
 
 

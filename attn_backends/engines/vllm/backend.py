@@ -18,8 +18,8 @@ from attn_backends.engines.vllm.compat import (
     SinkFullAttentionSpec,
     init_logger,
 )
-from attn_backends.engines.vllm.reasons import page_sizes, serves_blocks, serves_capability
-from builders import AdvanceLevel, AttentionSpec
+from attn_backends.engines.vllm.reasons import EIGHT_BITS, page_sizes, serves_blocks, serves_capability
+from builders import AdvanceLevel, AttentionKind, AttentionSpec
 
 PREFIX = "ATTN_BACKENDS_"
 """Prefix of their names in vLLM."""
@@ -168,9 +168,13 @@ def class_over(base: type[B], title: str, name: str) -> type[B]:
         ours = attn_backends.get(name)
     except attn_backends.BrokenBackend as error:
         raise ImportError(str(error)) from error
+    claims = ours.capabilities
+    exact = torch.float8_e4m3fn in claims.kv_dtypes and not claims.quantises_queries
+    eight_bits = EIGHT_BITS if exact and AttentionKind.MHA in claims.kinds else ()
     parts = {
         "name": vllm_name(ours),
         "supported_dtypes": [dtype for dtype in ours.capabilities.dtypes if dtype.itemsize == 2],
+        "supported_kv_cache_dtypes": [*base.supported_kv_cache_dtypes, *eight_bits],
         "builder": type(f"{title}Builder", (base.builder,), {"ours": ours}),
         "impl": type(f"{title}Impl", (base.impl,), {"ours": ours}),
     }

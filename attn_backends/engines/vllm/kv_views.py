@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from attn_backends import KVCache
+from attn_backends import KVCache, KVScales
 from builders.errors import require
 
 
-def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> KVCache:
+def scales_of(layer: Any) -> KVScales:
+    """Return a layer's scales: vLLM's own tensors, which a later load of weights updates in place."""
+    return KVScales(layer._k_scale.view(1), layer._v_scale.view(1), (layer._k_scale_float,), (layer._v_scale_float,))
+
+
+def keys_and_values(kv_cache: torch.Tensor, head_dim: int, scales: KVScales | None = None) -> KVCache:
     """Split kv_cache [pages, num_kv_heads, page_size, 2 * head_dim], in any memory order with a contiguous last dim,
-    which holds a token's key, then its value.
+    which holds a token's key, then its value. scales: of a cache in 8 bits, which vLLM allocates as uint8.
 
     Raises BatchError for a cache of another layout.
     """
@@ -20,8 +27,9 @@ def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> KVCache:
         f"{list(kv_cache.shape)} with strides {kv_cache.stride()}; other values would be read as keys. Use a cache "
         "layout of a supported vLLM and an unquantised cache.",
     )
-    key, value = kv_cache.transpose(1, 2).split(head_dim, -1)
-    return KVCache(key, value)
+    stored = kv_cache if scales is None else kv_cache.view(torch.float8_e4m3fn)
+    key, value = stored.transpose(1, 2).split(head_dim, -1)
+    return KVCache(key, value, scales)
 
 
 def latents(kv_cache: torch.Tensor, head_dim: int, value_dim: int) -> KVCache:

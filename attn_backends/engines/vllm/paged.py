@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 import attn_backends
-from attn_backends import Feature
+from attn_backends import Feature, KVCache
 from attn_backends.engines.vllm.backend import OurBackend, OurBuilder, classes_over
 from attn_backends.engines.vllm.batch import batch_of, check_causality
 from attn_backends.engines.vllm.compat import (
@@ -21,8 +21,14 @@ from attn_backends.engines.vllm.compat import (
     CommonAttentionMetadata,
     envs,
 )
-from attn_backends.engines.vllm.kv_views import keys_and_values
-from attn_backends.engines.vllm.reasons import page_sizes, require_served, selector_reasons
+from attn_backends.engines.vllm.kv_views import keys_and_values, scales_of
+from attn_backends.engines.vllm.reasons import (
+    EIGHT_BITS,
+    page_sizes,
+    quantised_dtype,
+    require_served,
+    selector_reasons,
+)
 from attn_backends.kernels.write_kv import write_kv
 from builders import AttentionSpec
 from builders.errors import require
@@ -99,6 +105,7 @@ class PagedImpl(AttentionImpl[Any]):
             head_dim=self.head_size,
             page_size=page_sizes(self.ours)[0],
             dtype=torch.get_default_dtype(),
+            kv_dtype=quantised_dtype(self.kv_cache_dtype),
             sliding_window=options.pop("sliding_window"),
             scale=self.scale,
             soft_cap=options.pop("logits_soft_cap") or None,
@@ -124,8 +131,13 @@ class PagedImpl(AttentionImpl[Any]):
 
         Raises BatchError for a cache of unknown layout.
         """
-        tokens, store = min(len(slot_mapping), len(key)), keys_and_values(kv_cache, self.head_size)
-        write_kv(key[:tokens], value[:tokens], store.key, store.value, slot_mapping[:tokens])
+        tokens, store = min(len(slot_mapping), len(key)), self._store(layer, kv_cache)
+        write_kv(key[:tokens], value[:tokens], store.key, store.value, slot_mapping[:tokens], store.both_scales)
+
+    def _store(self, layer: Any, kv_cache: torch.Tensor) -> KVCache:
+        """View vLLM's cache, with the layer's scales if it is in 8 bits."""
+        scales = scales_of(layer) if self.kv_cache_dtype in EIGHT_BITS else None
+        return keys_and_values(kv_cache, self.head_size, scales)
 
     def forward(
         self,
@@ -144,7 +156,7 @@ class PagedImpl(AttentionImpl[Any]):
         """
         if attn_metadata is None:  # vLLM's memory profiling run
             return output.fill_(0)
-        metadata, store = attn_metadata.ours, keys_and_values(kv_cache, self.head_size)
+        metadata, store = attn_metadata.ours, self._store(layer, kv_cache)
         tokens, spec = metadata.num_tokens, self.spec(store.key.shape[1], attn_metadata.causal)
         out = self.ours.forward(query[:tokens], store, metadata, spec=spec, sinks=self.sinks)
         output[:tokens].view_as(out).copy_(out)

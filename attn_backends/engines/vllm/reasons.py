@@ -15,6 +15,13 @@ CUDA = torch.device("cuda")
 _PAGE_SIZES = (16, 32, 64, 128)
 """Kernel block sizes that vLLM chooses from, for backends that do not take every multiple of a size."""
 _CACHE_DTYPES = {"auto": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
+EIGHT_BITS = ("fp8", "fp8_e4m3")
+"""vLLM's names of a cache in float8_e4m3fn with a scale for keys and one for values."""
+
+
+def quantised_dtype(kv_cache_dtype: str | None) -> torch.dtype | None:
+    """Return the dtype of a quantised cache, by vLLM's name; None for any other cache."""
+    return torch.float8_e4m3fn if kv_cache_dtype in EIGHT_BITS else None
 
 
 def selector_reasons(
@@ -35,11 +42,12 @@ def selector_reasons(
         head_dim=head_size,
         page_size=page_sizes(ours)[0],
         dtype=dtype,
+        kv_dtype=(eight_bits := quantised_dtype(kv_cache_dtype)),
         sliding_window=1 if has_sliding_window else None,
         sinks=has_sink,
         causal=not use_non_causal,
     )
-    return cache_reasons(kv_cache_dtype, dtype) + _spec_reasons(ours, spec)
+    return ([] if eight_bits else cache_reasons(kv_cache_dtype, dtype)) + _spec_reasons(ours, spec)
 
 
 def require_served(ours: AttentionBackend, spec: AttentionSpec, extras: Mapping[str, Any]) -> None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.kv_scales import SCHEME, has_scheme
 
 FIELD = "quantization_config"
 _READ = frozenset({
     "quant_method", "format", "config_groups", "ignore", "sparsity_config", "fmt", "weight_block_size",
-    "modules_to_not_convert", "ignored_layers",
+    "modules_to_not_convert", "ignored_layers", SCHEME,
     "quantization_status", "global_compression_ratio", "version", "activation_scheme", "scale_fmt",
 })  # fmt: skip
 """The fields that are read, and after them those that say nothing of how the weights are stored."""
@@ -31,6 +32,7 @@ class Fp8Layout:
     block       rows and columns of a block
     ignored     the names of modules that stay in 16 bits
     targets     the names of the others
+    caches      whether the checkpoint has scales of an 8-bit KV cache
     """
 
     method: str
@@ -38,6 +40,7 @@ class Fp8Layout:
     block: tuple[int, int]
     ignored: re.Pattern[str]
     targets: re.Pattern[str]
+    caches: bool = False
 
     def quantises(self, module: str) -> bool:
         """Whether a linear layer of this name is in FP8."""
@@ -84,7 +87,12 @@ def _read_groups(section: ConfigReader) -> Fp8Layout:
     every = re.compile("") if "Linear" in targets else _pattern(section, chosen)
     (weights,) = found.values()
     return Fp8Layout(
-        "compressed-tensors", frozenset(found), _block(weights, "block_structure"), _pattern(section, ignored), every
+        "compressed-tensors",
+        frozenset(found),
+        _block(weights, "block_structure"),
+        _pattern(section, ignored),
+        every,
+        has_scheme(section),
     )
 
 

@@ -5,7 +5,7 @@ Legend: N outputs, K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError, is_finite, wider
 from spec_decode.models.checkpoints.folder_kind import read_config
 from spec_decode.models.checkpoints.fp8_layout import FIELD, Fp8Layout, read_fp8_layout
+from spec_decode.models.checkpoints.kv_scales import SCHEME, LayerScales
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.kernels.fp8_weight import DTYPE, Fp8Weight
 
@@ -56,6 +57,17 @@ class Fp8Store(TensorStore):
         store._scales = dict(store._paired())
         store._hidden = frozenset().union(*map(store._beside, store._scales))
         return store
+
+    def kv_scales(self, layers: Collection[int]) -> LayerScales:
+        """As TensorStore.kv_scales. Raises CheckpointError also if config.json says that there are some and there are
+        none."""
+        found = super().kv_scales(layers)
+        if self.layout.caches and not found:
+            raise CheckpointError(
+                f"{self.folder} has {SCHEME} in its config.json, but no k_scale and v_scale of any layer. Complete the "
+                f"download, or remove {SCHEME}."
+            )
+        return found
 
     @property
     def is_blocked(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from spec_decode.models.checkpoints.files import (
     wider,
 )
 from spec_decode.models.checkpoints.folder_kind import read_config
+from spec_decode.models.checkpoints.kv_scales import LayerScales, read_scales, scale_names
 from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight, joined_rows
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -90,8 +91,14 @@ class TensorStore:
         return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
     def names(self) -> frozenset[str]:
-        """Return the names of all tensors."""
-        return frozenset(self._files) | self._given.keys()
+        """Return the names of all tensors but the scales of an 8-bit KV cache."""
+        return (frozenset(self._files) | self._given.keys()) - scale_names(self._files)
+
+    def kv_scales(self, layers: Collection[int]) -> LayerScales:
+        """Read the calibrated scales of these layers' 8-bit KV caches, as `read_scales`."""
+        names = scale_names(self._files)
+        self._taken |= names
+        return read_scales(names, self.peek, layers, str(self.folder))
 
     @property
     def num_bytes(self) -> int:

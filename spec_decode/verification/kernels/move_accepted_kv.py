@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from attn_backends.kernels.e4m3 import as_bytes
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
@@ -64,12 +65,13 @@ class MoveAcceptedKV(NamedTuple):
                 cache[target // page_size, target % page_size] = cache[source // page_size, source % page_size]
 
     def launch(self) -> None:
-        key_cache, value_cache, slot_mapping, path = self
+        slot_mapping, path = self.slot_mapping, self.path
+        key_cache, value_cache = as_bytes(self.key_cache), as_bytes(self.value_cache)
         pages, page_size, heads, dim = key_cache.shape
         value_dim = value_cache.shape[3]
         _move_accepted_kv_kernel[(len(path), heads)](
-            k_cache_ptr=self.key_cache,
-            v_cache_ptr=self.value_cache,
+            k_cache_ptr=key_cache,
+            v_cache_ptr=value_cache,
             slot_mapping_ptr=self.slot_mapping,
             path_ptr=self.path,
             stride_k_page=key_cache.stride(0),

@@ -16,7 +16,10 @@ def tokens_of(
     """Return a request's keys fp64 [length, Hq, D] and values [length, Hq, Dv], per query head."""
     at = torch.arange(length)
     places = pages[at // spec.page_size].long(), at % spec.page_size
-    parts = (part.float()[places].double() for part in (cache.key, cache.value))
+    scales = (1.0, 1.0) if cache.scales is None else (cache.scales.key[:, None], cache.scales.value[:, None])
+    parts = (
+        part.float()[places].double() * scale for part, scale in zip((cache.key, cache.value), scales, strict=True)
+    )
     key, value = (part.repeat_interleave(spec.group_size, 1) for part in parts)
     return key, value
 

@@ -27,6 +27,10 @@ SPECS = {
     "everything": replace(PLAIN, sliding_window=6, sinks=True, soft_cap=2.0, scale=0.3, value_dim=72),
     "one-token pages": replace(PLAIN, page_size=1),
     "bfloat16": replace(PLAIN, dtype=torch.bfloat16, kv_dtype=torch.bfloat16),
+    "e4m3": replace(PLAIN, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn),
+    "e4m3 by head": replace(
+        PLAIN, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, head_scales=True, sinks=True, soft_cap=2.0
+    ),
     "latents": LATENTS,
     "latents of DeepSeek-V3's dims": replace(LATENTS, head_dim=576, value_dim=512),
     "latents of less value than rotary dims": replace(LATENTS, value_dim=16),
@@ -65,7 +69,8 @@ class PagedCase:
         for pages, length in zip(self.table, seq_lens, strict=False):
             at = torch.arange(length)
             no_token[pages[at // spec.page_size].long(), at % spec.page_size] = False
-        self.cache.key[no_token] = self.cache.value[no_token] = torch.nan
+        for part in (self.cache.key, self.cache.value):
+            part.copy_(part.float().masked_fill(no_token[..., None, None], torch.nan).to(part.dtype))
         self.query = torch.randn(num_tokens, spec.num_q_heads, spec.head_dim, generator=generator).to(spec.dtype)
         self.sinks = torch.randn(spec.num_q_heads, generator=generator) if spec.sinks else None
 
@@ -192,7 +197,7 @@ def arguments(**changes):
         "block_table": torch.tensor([[0, 1]], dtype=torch.int32), "seq_lens": torch.tensor([6], dtype=torch.int32),
         "query_start_loc": torch.tensor([0, 2], dtype=torch.int32), "sinks": None, "tree_masks": None,
         "max_query_len": 2, "max_seq_len": 8, "num_splits": 1, "scale": 0.2, "sliding_window": None,
-        "soft_cap": None, "causal": True, "batch_invariant": True, **changes,
+        "soft_cap": None, "causal": True, "batch_invariant": True, "key_scale": None, "value_scale": None, **changes,
     })  # fmt: skip
 
 

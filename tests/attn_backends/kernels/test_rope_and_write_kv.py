@@ -8,7 +8,8 @@ from attn_backends.kernels.rope import Rope, apply_rope
 from attn_backends.kernels.rope_and_write_kv import rope_and_write_kv
 from attn_backends.kernels.write_kv import write_kv
 from builders import BatchError
-from tests.factories import indexes_fp8, make_cache, make_spec
+from spec_decode.testing.layouts import scales_of
+from tests.factories import CPU, indexes_fp8, make_cache, make_spec
 
 TOKENS, MAX_POSITIONS = 4, 40
 SLOTS = torch.tensor([7, -1, 19, 0])
@@ -74,6 +75,7 @@ def test_rope_and_write_rotates_queries_and_stores_keys(sizes, dtype):
     [
         pytest.param({}, id="its own dtype"),
         pytest.param({"kv_dtype": torch.float8_e4m3fn}, id="e4m3", marks=indexes_fp8),
+        pytest.param({"kv_dtype": torch.float8_e4m3fn, "head_scales": True}, id="e4m3 by head", marks=indexes_fp8),
         pytest.param({"value_dim": 40}, id="a value dim of its own"),
     ],
 )
@@ -85,8 +87,11 @@ def test_fused_rope_write_matches_two_ops(changes, slots):
     value = torch.randn(TOKENS, 2, spec.out_dim, generator=torch.Generator().manual_seed(1)).half()
     found, wanted = (torch.zeros(9, 4, 2, spec.head_dim + 1 + spec.out_dim).to(spec.cache_dtype) for _ in range(2))
 
-    rope_and_write_kv(*parts[:2], value, rope, found[2:7, ..., :16], found[2:7, ..., 17:], slots)
-    write_kv(apply_rope(others[1], rope), value, wanted[2:7, ..., :16], wanted[2:7, ..., 17:], slots)
+    scales = scales_of(spec, CPU)
+    both = (scales.key, scales.value) if scales else None
+
+    rope_and_write_kv(*parts[:2], value, rope, found[2:7, ..., :16], found[2:7, ..., 17:], slots, both)
+    write_kv(apply_rope(others[1], rope), value, wanted[2:7, ..., :16], wanted[2:7, ..., 17:], slots, both)
     apply_rope(others[0], rope)
     assert torch.equal(parts[0], others[0]) and not torch.equal(parts[1], others[1])
     assert torch.equal(found.float(), wanted.float())

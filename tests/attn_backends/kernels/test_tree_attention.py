@@ -22,6 +22,7 @@ SPECS = {
     "value dim of many tiles": replace(PLAIN, num_q_heads=8, value_dim=512),
     "bfloat16": replace(PLAIN, dtype=torch.bfloat16, kv_dtype=torch.bfloat16),
     "e4m3 cache": replace(PLAIN, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn),
+    "e4m3 by head": replace(PLAIN, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, head_scales=True),
 }
 BUSHY = [sum(1 << at for at in path) for path in ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4))]
 WIDE = [1 | 1 << token | 1 << token // 2 for token in range(63)] + [-(2**63) | 1]
@@ -76,6 +77,7 @@ class Trees:
         return (
             self.query, self.cache.key, self.cache.value, *self.tensors, self.sinks, self.masks,
             *self.of_prefix(base_2), base_2, self.max_query_len, self.spec.softmax_scale, self.spec.soft_cap,
+            self.cache.key_scale, self.cache.value_scale,
         )  # fmt: skip
 
     def merged(self, base_2=False):
@@ -109,7 +111,7 @@ def test_merged_trees_match_reference_for_every_batch(name, batch, base_2):
 
 @pytest.mark.parametrize(
     "spec",
-    [pytest.param(spec, id=name, marks=[indexes_fp8] * (name == "e4m3 cache")) for name, spec in SPECS.items()],
+    [pytest.param(spec, id=name, marks=[indexes_fp8] * ("e4m3" in name)) for name, spec in SPECS.items()],
 )
 def test_merged_trees_match_reference_for_every_spec(spec):
     trees = Trees(spec, *UNIFORM)

@@ -93,8 +93,11 @@ def test_misread_slots_write_nothing(slots, message):
     assert torch.equal(cache.key, before.key) and torch.equal(cache.value, before.value)
 
 
-def e4m3_caches():
-    return [torch.zeros(1, 2, 1, 4, dtype=torch.float8_e4m3fn) for _ in range(2)]
+ONE = torch.ones(1)
+
+
+def e4m3_caches(heads=1):
+    return [torch.zeros(1, 2, heads, 4, dtype=torch.float8_e4m3fn) for _ in range(2)]
 
 
 @indexes_fp8
@@ -102,10 +105,40 @@ def test_e4m3_cache_stores_nearest_number_in_range():
     new = torch.tensor([[[0.3, -1.06, 500.0, 448.0]]], dtype=torch.bfloat16)
     caches = e4m3_caches()
 
-    write_kv(new, new * 2, *caches, torch.tensor([1]))
+    write_kv(new, new * 2, *caches, torch.tensor([1]), (ONE, ONE))
 
     assert caches[0][0, 1, 0].float().tolist() == [0.3125, -1.0, 448.0, 448.0]
     assert caches[1][0, 1, 0].float().tolist() == [0.625, -2.0, 448.0, 448.0]
+
+
+@indexes_fp8
+def test_e4m3_cache_stores_numbers_over_the_scales_of_their_head():
+    new, caches = torch.tensor([0.3, -1.06, 500.0, 448.0]).expand(1, 2, 4), e4m3_caches(2)
+
+    write_kv(new, new, *caches, torch.tensor([1]), (torch.tensor([1.0, 2.0]), torch.tensor([0.5, 4.0])))
+
+    assert caches[0][0, 1].float().tolist() == [[0.3125, -1.0, 448.0, 448.0], [0.15625, -0.5, 256.0, 224.0]]
+    assert caches[1][0, 1].float().tolist() == [[0.625, -2.0, 448.0, 448.0], [0.078125, -0.25, 128.0, 112.0]]
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (None, "got a cache of torch.float8_e4m3fn with none"),
+        ((ONE, torch.ones(2)), r"the value scales must be torch.float32 .1."),
+        ((ONE.double(), ONE), "the key scales must be torch.float32"),
+    ],
+)
+def test_e4m3_cache_rejects_other_scales(scales, message):
+    new, caches = torch.zeros(1, 1, 4), e4m3_caches()
+    with pytest.raises(BatchError, match=message):
+        write_kv(new, new, *caches, torch.tensor([1]), scales)
+
+
+def test_a_wider_cache_rejects_scales():
+    caches = torch.zeros(2, 1, 2, 1, 4)
+    with pytest.raises(BatchError, match=r"a cache of torch\.float32 with some"):
+        write_kv(*torch.zeros(2, 1, 1, 4), *caches, torch.tensor([1]), (ONE, ONE))
 
 
 def test_e4m3_cache_rejects_unlike_dtypes():
@@ -113,7 +146,7 @@ def test_e4m3_cache_rejects_unlike_dtypes():
     caches = e4m3_caches()
 
     with pytest.raises(BatchError, match=r"value must be torch\.bfloat16"):
-        write_kv(new, new.half(), *caches, torch.tensor([1]))
+        write_kv(new, new.half(), *caches, torch.tensor([1]), (ONE, ONE))
 
 
 @indexes_fp8
@@ -129,5 +162,5 @@ def test_e4m3_cast_sees_only_clamped_numbers(monkeypatch, dtype):
     monkeypatch.setattr(torch.Tensor, "to", watched)
     new = cast(torch.tensor([[[470.0, -1e4, float("inf"), float("nan")]]]), dtype)
     caches = e4m3_caches()
-    write_kv(new, -new, *caches, torch.tensor([1]))
+    write_kv(new, -new, *caches, torch.tensor([1]), (ONE, ONE))
     assert seen == [448.0, 448.0] and caches[0][0, 1, 0].float().isnan().tolist() == [False, False, False, True]

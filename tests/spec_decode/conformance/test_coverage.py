@@ -163,7 +163,7 @@ def test_every_check_of_a_backend_covers_something():
 
 def test_a_report_records_claims_contract_and_tags():
     report = check_backend("torch_reference", device=CPU, tags=["contract:declared"], report=True)
-    assert report.contract == "1.2" and report.claims["feature:sinks"].claimed
+    assert report.contract == "1.3" and report.claims["feature:sinks"].claimed
     assert {tag for result in report.results for tag in result.tags} == {"contract:declared"}
 
 

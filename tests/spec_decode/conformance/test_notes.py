@@ -84,7 +84,7 @@ def test_full_run_notes_claims_without_passed_check() -> None:
     (unpassed, sizes, *drawn) = coverage_notes(passed, planned.checks, every=True)
 
     assert unpassed.startswith("claimed, but no passed check has them: ") and "page:24" in unpassed
-    assert sizes.startswith("tried: heads 1 to 128 (12 sizes), KV heads 1 to ") and "lengths 1 to " in sizes
+    assert sizes.startswith("tried: heads 1 to 128 (11 sizes), KV heads 1 to ") and "lengths 1 to " in sizes
     assert drawn[0].startswith("drawn: 240 cases from seed 0, with 3,2")
     assert len([*coverage_notes(passed, planned.checks, every=False)]) == 1
 

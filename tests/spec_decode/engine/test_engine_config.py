@@ -24,6 +24,15 @@ REFUSED = {
     "pages in parts": ({"num_pages": 2.0}, "num_pages must be an int or None, got 2.0"),
     "empty pages": ({"page_size": 0}, "page_size is 0. Pass 1 or more"),
     "a page in words": ({"page_size": "16"}, "page_size must be an int, got '16'"),
+    "a cache dtype of torch": (
+        {"kv_cache_dtype": "float8_e4m3fn"},
+        "kv_cache_dtype is 'float8_e4m3fn'.* Pass one of auto",
+    ),
+    "a cache of another format": (
+        {"draft_kv_cache_dtype": "fp8_e5m2"},
+        "draft_kv_cache_dtype is 'fp8_e5m2'. Did you mean",
+    ),
+    "a cache dtype that is none": ({"kv_cache_dtype": None}, "kv_cache_dtype must be a string, got None"),
     "no prefill": ({"max_prefill_tokens": 0}, "max_prefill_tokens is 0. Pass 1 or more"),
     "fewer than no logprobs": ({"max_logprobs": -1}, "max_logprobs is -1"),
     "a verification that has no name": ({"verification": 3}, "verification must be a string or None, got 3"),

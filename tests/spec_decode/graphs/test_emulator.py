@@ -116,7 +116,7 @@ def test_custom_op_reading_cpu_tensors_is_allowed():
     def attend():
         tensors = (torch.ones(1, 1, 64), cache, cache, *ints)
         lengths = {"max_query_len": 1, "max_seq_len": 8, "num_splits": 1}
-        absent = dict.fromkeys(("sinks", "tree_masks", "sliding_window", "soft_cap"))
+        absent = dict.fromkeys(("sinks", "tree_masks", "sliding_window", "soft_cap", "key_scale", "value_scale"))
         out.copy_(paged_attention(*tensors, **lengths, **absent, scale=1.0, causal=True, batch_invariant=False))
 
     graph = capture(attend)

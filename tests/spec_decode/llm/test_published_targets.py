@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from spec_decode.engine import Engine
 from spec_decode.llm import LLM, SamplingParams
 from spec_decode.models import CheckpointError, TransformersTarget
 from spec_decode.models.decoder import DecoderTarget
+from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.trees import DynamicTreeConfig
 from tests.factories import engine_config, make_request
 from tests.spec_decode.llm.test_published import write_model, write_tokenizer
@@ -160,6 +162,26 @@ def test_explain_says_where_the_target_runs_and_why(folder_of: Any, tmp_path: Pa
     write_tokenizer(tmp_path)
     left = LLM(tmp_path, device="cpu").explain()
     assert left.startswith("target runs in transformers: mlp_bias in config.json is True, and our layers compute False")
+
+
+def test_calibrated_scales_of_an_8_bit_cache_are_used_in_both_places(folder_of: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folder_of("llama-3"), tmp_path / "scaled"))
+    weights = load_file(folder / "model.safetensors")
+    scales = {
+        f"model.layers.{layer}.self_attn.{part}_scale": torch.tensor([scale])
+        for layer in range(4)
+        for part, scale in (("k", 0.003), ("v", 0.002))
+    }
+    save_file({**weights, **scales}, folder / "model.safetensors", {"format": "pt"})
+    found = [LLM(folder, device="cpu", kv_cache_dtype="fp8", target=place) for place in (None, "transformers")]
+    assert all("8-bit KV cache has as scales those of its checkpoint" in llm.explain() for llm in found)
+    assert all("kv float8_e4m3fn" in llm.explain() for llm in found) and texts(found[0]) == texts(found[1])
+    (group,) = [group for group in found[0].engine.target.groups if isinstance(group, KVGroup)]
+    assert all(cache.scales and cache.scales.key_floats == pytest.approx((0.003,)) for cache in group.caches.values())
+    wide = LLM(folder, device="cpu")
+    assert "which kv_cache_dtype fp8 uses" in wide.explain() and texts(wide) == texts(LLM(folder_of("llama-3")))
+    plain = LLM(folder_of("llama-3"), device="cpu", kv_cache_dtype="fp8")
+    assert "has as scales 1: its checkpoint has none" in plain.explain()
 
 
 def test_unknown_place_for_a_target_is_rejected(folder_of: Any) -> None:

@@ -242,7 +242,7 @@ def test_crash_and_hang_are_broken_with_their_check(crashed: Checked) -> None:
     reports = [*crashed.reports, *hung.of(["hanger"])]
     words = (
         ("numerics.attention_is_right", "the process ended with SIGABRT; it printed: no such kernel image"),
-        ("builder.drawn_advances_mean_a_rebuild", "the process exceeded the limit of 10 s for a check and was killed"),
+        ("numerics.drawn_attention_is_right", "the process exceeded the limit of 10 s for a check and was killed"),
     )
     for report, (check, reason) in zip(reports[::2], words, strict=True):
         (error,) = [result for result in report.results if result.outcome is Outcome.ERROR]

@@ -505,8 +505,8 @@ def test_absent_field_with_a_familys_default_is_left_to_transformers(kind: str, 
 @pytest.mark.parametrize("kind", ["llama-2"])
 def test_tensors_beside_the_layers_are_left_to_transformers(kind: str, copied: Path) -> None:
     path = copied / "model.safetensors"
-    save_file({**load_file(path), "model.layers.0.self_attn.k_scale": torch.ones(1)}, path, {"format": "pt"})
-    assert "the weights have model.layers.0.self_attn.k_scale" in str(unserved(TensorStore.open(copied)))
+    save_file({**load_file(path), "model.layers.0.self_attn.kv_scale": torch.ones(1)}, path, {"format": "pt"})
+    assert "the weights have model.layers.0.self_attn.kv_scale" in str(unserved(TensorStore.open(copied)))
     save_file({**load_file(path), "model.layers.0.mlp.more.weight": torch.ones(1)}, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"2 unexpected tensors: model\.layers\.0\.mlp\.more"):
         load_target(TensorStore.open(copied), dtype=torch.float32, device=CPU)

@@ -12,7 +12,7 @@ from builders import AttentionKind, RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
 from spec_decode.model_api import TokenBias
 from spec_decode.models.load import load_with_tokens
-from spec_decode.paged.kv_groups import layer_groups_of, make_group
+from spec_decode.paged.kv_groups import GroupOptions, layer_groups_of, make_group
 from tests.factories import CPU, owned_pages
 from tests.spec_decode.models import generated_mtp, oracle
 from tests.spec_decode.models.generated import (
@@ -300,7 +300,8 @@ class DraftFixture:
         self.model = load_with_tokens(
             case.checkpoint.write(folder), self.target, dtype=dtype, device=device, same_tokens=case.same_tokens
         )
-        layer_groups, reqs = layer_groups_of(self.model, PAGE, tree="tree" in options), len(contexts)
+        asked, reqs = GroupOptions(page_size=PAGE, tree="tree" in options), len(contexts)
+        layer_groups = layer_groups_of(self.model, asked)
         each = MAX_SEQ_LEN // PAGE
         self.pages = [owned_pages(reqs, each, reqs * each, seed) for seed in range(len(layer_groups))]
         self.tables = self.make_tables()

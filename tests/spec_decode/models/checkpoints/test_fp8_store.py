@@ -159,8 +159,71 @@ def test_contradicting_tensors_are_rejected(change: Callable[[Tensors], None], w
         load(tmp_path)
 
 
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def scales(tensors: Tensors, form: str = "self_attn.{}_scale", **changed: Any) -> None:
+    """Add scales of an 8-bit cache: 0.5 + layer, and twice as much for values. changed: those of layer 1."""
+    for layer in range(4):
+        for part, scale in (("k", 0.5 + layer), ("v", 1.0 + 2 * layer)):
+            tensors[f"model.layers.{layer}." + form.format(part)] = torch.tensor([scale])
+    tensors.update({f"model.layers.1.self_attn.{part}_scale": scale for part, scale in changed.items()})
+
+
+@pytest.mark.parametrize("form", ["self_attn.{}_scale", "self_attn.{0}_proj.{0}_scale"])
+def test_calibrated_scales_of_a_cache_are_read_by_layer(form: str, tmp_path: Path) -> None:
+    write_fp8(tmp_path, "llama-3", "channel", lambda tensors: scales(tensors, form))
+    change_config(tmp_path, kv_cache_scheme=CACHE)
+    assert load(tmp_path).kv_scales == {0: (0.5, 1.0), 1: (1.5, 3.0), 2: (2.5, 5.0), 3: (3.5, 7.0)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (
+            {"k": torch.tensor(0.0)},
+            r"k_scale in .* must be one positive, finite number, got torch.float32 \[\] \[0.0\]",
+        ),
+        ({"v": torch.tensor(torch.nan)}, r"v_scale in .* got torch.float32 \[\] \[nan\]"),
+        ({"v": torch.ones(2)}, r"v_scale in .* got torch.float32 \[2\]"),
+        ({"k": torch.ones(1, dtype=torch.int32)}, "got torch.int32"),
+    ],
+)
+def test_wrong_scales_of_a_cache_are_rejected(changed: Any, why: str, tmp_path: Path) -> None:
+    write_fp8(tmp_path, "llama-3", "channel", lambda tensors: scales(tensors, **changed))
+    with pytest.raises(CheckpointError, match=why):
+        load(tmp_path)
+
+
+def test_a_scale_of_a_cache_that_is_missing_or_twice_there_is_rejected(tmp_path: Path) -> None:
+    def one_less(tensors: Tensors) -> None:
+        scales(tensors)
+        del tensors["model.layers.1.self_attn.v_scale"]
+
+    def one_more(tensors: Tensors) -> None:
+        scales(tensors)
+        tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(1)
+
+    for place, (change, why) in enumerate(
+        ((one_less, "v_scale of layer 1 differs"), (one_more, "two scales for layer 0"))
+    ):
+        (folder := tmp_path / str(place)).mkdir()
+        write_fp8(folder, "llama-3", "channel", change)
+        with pytest.raises(CheckpointError, match=why):
+            load(folder)
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "a cache in 8 bits": ({"kv_cache_scheme": {"num_bits": 8}}, "has kv_cache_scheme, .*, which is not read"),
+    "a cache in 4 bits": (
+        {"kv_cache_scheme": {**CACHE, "num_bits": 4}},
+        "num_bits in kv_cache_scheme .* must be 8, got 4",
+    ),
+    "scales made at run time": (
+        {"kv_cache_scheme": {**CACHE, "dynamic": True}},
+        "dynamic in .* must be False, got True",
+    ),
+    "scales of heads": ({"kv_cache_scheme": {**CACHE, "strategy": "attn_head"}}, "strategy in .* must be 'tensor'"),
+    "a cache without scales": ({"kv_cache_scheme": CACHE}, "but no k_scale and v_scale of any layer"),
     "rotated weights": ({"transform_config": {"config_groups": {"a": 1}}}, "has transform_config"),
     "pruned weights": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "format in sparsity_config .* 'dense'"),
     "groups of inputs": (compressed("group"), r"strategy must be tensor, channel or block .*, got \['group'\]"),
