@@ -26,7 +26,7 @@ SPILLED_ON_BLACKWELL = 8
 def converts_8_bits(op: str, arguments: tuple[Any, ...]) -> bool:
     dtypes = {part.dtype for part in arguments if isinstance(part, torch.Tensor)}
     reads_bytes = op == "attn_backends::sparse_attention" and torch.uint8 in dtypes
-    return torch.float8_e4m3fn in dtypes or reads_bytes or op == "spec_decode::narrow_rows"
+    return torch.float8_e4m3fn in dtypes or reads_bytes or op == "attn_backends::narrow_rows"
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight, joined_rows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import (
     CheckpointError,
@@ -25,7 +26,6 @@ from spec_decode.models.checkpoints.files import (
     wider,
 )
 from spec_decode.models.checkpoints.folder_kind import read_config
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight, joined_rows
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files that can hold the weights; the first that exists is read."""
