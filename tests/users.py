@@ -10,6 +10,7 @@ assert check_backend("torch_reference", device=torch.device("cpu"), checks=check
 """
 USERS = {
     "plug-in": ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_000),
+    "plug-in, linear layers": ("from tests.engines.any_vllm import load_linear_methods\nload_linear_methods()", 13_000),
     "drafter": ("import spec_decode.drafter", 11_800),
     "kit": ("import spec_decode.conformance", 19_900),
     "check": (CHECK, 20_000),

@@ -6,6 +6,7 @@ import torch
 
 import attn_backends.kernels.add_rms_norm
 import attn_backends.kernels.linear.batch_invariant_linear
+import attn_backends.kernels.linear.linear_op
 import attn_backends.kernels.linear.narrow_linear
 import attn_backends.kernels.linear.streamed_shares
 import attn_backends.kernels.linear.swiglu  # noqa: F401
@@ -183,6 +184,15 @@ def streamed_linear():
         narrow = streamed_oracle.in_8_bits(streamed_oracle.make_arguments(form, 5, 37, 50, torch.bfloat16))
         yield tuple(narrow)
         yield tuple(with_nan(narrow))
+
+
+@op("attn_backends::linear", close=SUMS, strided="x")
+def linear():
+    for rows, outputs, dtype in each((1, 5, 200), (21, 64), (torch.float16, torch.bfloat16)):
+        weight = noise(outputs, 72, seed=1, dtype=dtype)
+        for parts in ((weight, None), operands(Fp8Weight.of(weight))):
+            for bias in (None, noise(outputs, seed=2, dtype=dtype)):
+                yield noise(rows, 72, dtype=dtype), *parts, bias
 
 
 @op("attn_backends::streamed_shares", close=SUMS)

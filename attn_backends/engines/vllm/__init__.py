@@ -35,6 +35,7 @@ def register() -> None:
 
         validator.install()
     _register_names()
+    _register_quantizations()
 
 
 def refused_variable() -> str:
@@ -57,6 +58,18 @@ def _register_names() -> None:
     # A process that vLLM spawns, as `vllm serve` does, reads its configuration before it loads plug-ins, and an enum
     # member is pickled by a value that only plug-ins make valid.
     copyreg.pickle(backends, _reduced)
+
+
+def _register_quantizations() -> None:
+    """Register our names for `quantization`. Another vLLM starts without them, with a warning."""
+    try:
+        from attn_backends.engines.vllm.compat import register_quantization_config
+        from attn_backends.engines.vllm.quantization import CONFIGS
+    except ImportError as error:
+        _log.warning("attn-backends registered no quantization: %s", error)
+        return
+    for config in CONFIGS:
+        register_quantization_config(config.name)(config)
 
 
 def _reduced(member: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:

@@ -6,6 +6,7 @@ _ATTENTION = "vllm.v1.attention"
 _FLASHINFER = f"{_ATTENTION}.backends.flashinfer"
 _FLASHMLA_SPARSE = f"{_ATTENTION}.backends.mla.flashmla_sparse"
 _MLA = "vllm.model_executor.layers.attention.mla_attention"
+_LAYERS = "vllm.model_executor.layers"
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 
 PLACES = {
@@ -48,6 +49,17 @@ PLACES = {
     "QueryLenSupport": f"{_MLA}:QueryLenSupport",
     "compute_token_to_req_indices": f"{_ATTENTION}.ops.metadata:compute_token_to_req_indices",
     "flashmla": f"{_ATTENTION}.ops.flashmla",
+    # Linear layers, and what chooses how they multiply.
+    "LinearBase": f"{_LAYERS}.linear:LinearBase",
+    "OnlineLinearBase": f"{_LAYERS}.quantization.online.fp8:OnlineLinearBase",
+    "ParallelLMHead": f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead",
+    "QuantizationConfig": f"{_LAYERS}.quantization.base_config:QuantizationConfig",
+    "RoutedExperts": f"{_LAYERS}.fused_moe:RoutedExperts",
+    "UnquantizedEmbeddingMethod": f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
+    "UnquantizedLinearMethod": f"{_LAYERS}.linear:UnquantizedLinearMethod",
+    "current_platform": "vllm.platforms:current_platform",
+    "register_quantization_config": f"{_LAYERS}.quantization:register_quantization_config",
+    "replace_parameter": "vllm.model_executor.utils:replace_parameter",
     # The speculators that the validator watches.
     "AttentionGroup": "vllm.v1.worker.utils:AttentionGroup",
     "DFlashSpeculator": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
