@@ -9,7 +9,8 @@ import attn_backends.kernels.linear.batch_invariant_linear
 import attn_backends.kernels.linear.linear_op
 import attn_backends.kernels.linear.narrow_linear
 import attn_backends.kernels.linear.streamed_shares
-import attn_backends.kernels.linear.swiglu  # noqa: F401
+import attn_backends.kernels.linear.swiglu
+import attn_backends.kernels.linear.top_tokens  # noqa: F401
 from attn_backends.kernels.linear.fp8_weight import Fp8Weight, operands
 from tests.attn_backends.kernels.linear import skinny_oracle, streamed_oracle
 from tests.ops.sample import CLOSE, each, noise, op
@@ -193,6 +194,20 @@ def linear():
         for parts in ((weight, None), operands(Fp8Weight.of(weight))):
             for bias in (None, noise(outputs, seed=2, dtype=dtype)):
                 yield noise(rows, 72, dtype=dtype), *parts, bias
+
+
+# The logits of more than 64 rows are rounded.
+@op("attn_backends::top_tokens", close={torch.float32: {"rtol": 2**-8, "atol": 1e-3}}, strided="x")
+def top_tokens():
+    for rows, tokens, inputs, dtype in each((1, 5, 33, 70), (200, 64, 7), (72, 256), (torch.float16, torch.bfloat16)):
+        weight = noise(tokens + 9, inputs, seed=1, dtype=dtype)
+        # The padding would win.
+        weight[tokens:] = 100
+        for parts in ((weight, None), operands(Fp8Weight.of(weight))):
+            yield noise(rows, inputs, dtype=dtype), *parts, tokens
+    tie, nothing = torch.ones(300, 16).half(), torch.full((300, 16), -torch.inf).half()
+    yield torch.ones(2, 16).half(), tie, None, 290
+    yield torch.ones(2, 16).half(), nothing, None, 290
 
 
 @op("attn_backends::streamed_shares", close=SUMS)

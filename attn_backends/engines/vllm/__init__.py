@@ -19,6 +19,8 @@ ENTRY_POINT_GROUP = "vllm.general_plugins"
 """The group that vLLM calls in every process."""
 VALIDATE = "ATTN_BACKENDS_VALIDATE"
 """The variable that makes a served vLLM compare its draft metadata: 1 for yes, 0 for no."""
+DRAFT_HEAD = "ATTN_BACKENDS_DRAFT_HEAD"
+"""The variable that makes greedy drafts read their head with our kernel: see `draft_heads.HeadChoice`."""
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ _log = logging.getLogger(__name__)
 def register() -> None:
     """Register the names with vLLM. If vLLM has no free names, or one is taken, it starts without them, with a warning.
 
-    Raises ValueError if VALIDATE is neither 0 nor 1, and UnsupportedVllm if it is 1 and this vLLM's speculators differ.
+    Raises ValueError for a wrong VALIDATE or DRAFT_HEAD, and UnsupportedVllm if one is set and this vLLM differs.
     """
     if reason := refused_variable():
         raise ValueError(reason)
@@ -36,6 +38,10 @@ def register() -> None:
         validator.install()
     _register_names()
     _register_quantizations()
+    if choice := os.environ.get(DRAFT_HEAD):
+        from attn_backends.engines.vllm import draft_heads
+
+        draft_heads.register(choice)
 
 
 def refused_variable() -> str:

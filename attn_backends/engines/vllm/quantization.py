@@ -9,12 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attn_backends.engines.vllm.compat import (
-    QuantizationConfig,
-    current_platform,
-    envs,
-    get_current_vllm_config,
-)
+from attn_backends.engines.vllm.compat import QuantizationConfig, current_platform, envs, get_current_vllm_config
 from builders.devices import FP8_CAPABILITY
 
 

@@ -7,6 +7,7 @@ _FLASHINFER = f"{_ATTENTION}.backends.flashinfer"
 _FLASHMLA_SPARSE = f"{_ATTENTION}.backends.mla.flashmla_sparse"
 _MLA = "vllm.model_executor.layers.attention.mla_attention"
 _LAYERS = "vllm.model_executor.layers"
+_MODELS = "vllm.model_executor.models"
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 
 PLACES = {
@@ -60,6 +61,15 @@ PLACES = {
     "current_platform": "vllm.platforms:current_platform",
     "register_quantization_config": f"{_LAYERS}.quantization:register_quantization_config",
     "replace_parameter": "vllm.model_executor.utils:replace_parameter",
+    # Drafts that score their next tokens with a head, and where vLLM keeps them.
+    "ModelRegistry": f"{_MODELS}.registry:ModelRegistry",
+    "tensor_model_parallel_all_gather": "vllm.distributed:tensor_model_parallel_all_gather",
+    "DFlash2Qwen3ForCausalLM": f"{_MODELS}.qwen3_dflash2:DFlash2Qwen3ForCausalLM",
+    "DFlashQwen3ForCausalLM": f"{_MODELS}.qwen3_dflash:DFlashQwen3ForCausalLM",
+    "DeepSeekMTP": f"{_MODELS}.deepseek_mtp:DeepSeekMTP",
+    "Eagle3LlamaForCausalLM": f"{_MODELS}.llama_eagle3:Eagle3LlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM": f"{_MODELS}.qwen3_eagle3:Eagle3Qwen3ForCausalLM",
+    "EagleLlamaForCausalLM": f"{_MODELS}.llama_eagle:EagleLlamaForCausalLM",
     # The speculators that the validator watches.
     "AttentionGroup": "vllm.v1.worker.utils:AttentionGroup",
     "DFlashSpeculator": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
