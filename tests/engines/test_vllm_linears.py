@@ -15,12 +15,12 @@ from torch._dynamo.testing import CompileCounter
 
 from attn_backends.engines import vllm as plug_in
 from attn_backends.engines.vllm import compat
+from attn_backends.engines.vllm.names import PLAIN, ROUNDED
 from attn_backends.kernels.linear.fp8_weight import Fp8Weight
 from tests.engines.vllm_runner import HEADS, KV_HEADS, NEEDS_VLLM, PAGE, TOKENS, default_dtype
 from tests.factories import make_spec
 
 pytestmark = NEEDS_VLLM
-PLAIN, ROUNDED = "attn_backends", "attn_backends_fp8"
 K, DIM = 64, 32
 HALVES = {"q": HEADS * DIM, "k": KV_HEADS * DIM, "v": KV_HEADS * DIM}
 SHARDS = {"replicated": {None: 80}, "row": {None: 80}, "column": {None: 80}, "merged": {0: 48, 1: 48}, "qkv": HALVES}

@@ -176,7 +176,8 @@ class HeadReader(NamedTuple):
         pairs = tensor_model_parallel_all_gather(torch.stack([value, top.float()], -1), dim=-1)
         pairs = pairs.view(len(states), self.num_ranks, 2)
         best = pairs[:, :, 0].argmax(1, keepdim=True)
-        return pairs[:, :, 1].gather(1, best)[:, 0].long()
+        top = pairs[:, :, 1].gather(1, best)[:, 0].long()
+        return top
 
 
 def option_reasons(config: Any, choice: HeadChoice) -> list[str]:

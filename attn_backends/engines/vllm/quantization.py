@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 import torch
 
 from attn_backends.engines.vllm.compat import QuantizationConfig, current_platform, envs, get_current_vllm_config
+from attn_backends.engines.vllm.names import PLAIN, ROUNDED
 from builders.devices import FP8_CAPABILITY
 
 
 class OurLinears(QuantizationConfig):
     """Linear layers and output projections of 16-bit weights, which stay in 16 bits."""
 
-    name: ClassVar[str] = "attn_backends"
+    name: ClassVar[str] = PLAIN
     capability: ClassVar[tuple[int, int]] = (8, 0)
     """The lowest compute capability that the kernels run on."""
     rounds: ClassVar[bool] = False
@@ -63,7 +64,7 @@ class OurFp8Linears(OurLinears):
     """The same, with the weights of linear layers in 8 bits and a scale for each output. Output projections stay in 16
     bits."""
 
-    name = "attn_backends_fp8"
+    name = ROUNDED
     capability = FP8_CAPABILITY
     rounds = True
 
