@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import json
+from contextlib import nullcontext
+from functools import reduce
 from types import SimpleNamespace
 
 import pytest
@@ -26,8 +28,8 @@ KEPT = [3, 150, 7, 199, 12]
 def heads(vllm_inside):
     module = importlib.import_module("attn_backends.engines.vllm.draft_heads")
     yield module
-    if "choice" in vars(module.DraftHead):
-        del module.DraftHead.choice
+    if "choice" in vars(module.TopTokensDraft):
+        del module.TopTokensDraft.choice
 
 
 @pytest.fixture
@@ -94,13 +96,8 @@ def test_an_eagle_drafts_the_most_likely_token_it_may(bits, ending, heads, confi
     weight = Fp8Weight.of(weight).widened(torch.float32) if bits == "fp8" else weight
     x = states(40)
     assert torch.equal(draft.get_top_tokens(x), expected(x, weight, ids))
-
-
-def test_a_16_bit_head_is_not_copied(heads, config):
-    draft = eagle(heads, config, "16")
-    draft.get_top_tokens(states(1))
-    assert draft._readers[draft.lm_head].weight.data_ptr() == draft.lm_head.weight.data_ptr()
-    assert "_readers" not in dict(draft.named_modules())
+    is_shared = draft._readers[draft.lm_head].weight.data_ptr() == draft.lm_head.weight.data_ptr()
+    assert is_shared is (bits == "16" and not ending)
 
 
 def over(heads, base, choice="fp8", **parts):
@@ -111,14 +108,14 @@ def over(heads, base, choice="fp8", **parts):
         def __init__(self, *, vllm_config, prefix=""):
             vars(self).update(parts)
 
-    heads.DraftHead.choice = heads.HeadChoice.of(choice)
+    heads.TopTokensDraft.choice = heads.HeadChoice.of(choice)
     return type("Draft", (base, Base), {})(vllm_config=get_current_vllm_config())
 
 
 def test_a_vocabulary_of_the_drafts_own_is_mapped_to_the_targets(heads, config):
     own = make_head(64)
     targets = torch.arange(64) * 3
-    draft = over(heads, heads.DraftHead, lm_head=own, draft_id_to_target_id=targets - torch.arange(64))
+    draft = over(heads, heads.TopTokensDraft, lm_head=own, draft_id_to_target_id=targets - torch.arange(64))
     x, weight = states(9), Fp8Weight.of(own.weight[:64]).widened(torch.float32)
     assert torch.equal(draft.get_top_tokens(x), expected(x, weight, targets))
 
@@ -132,7 +129,7 @@ def test_each_module_of_an_mtp_draft_has_its_norm_and_head(heads, config):
         return SimpleNamespace(shared_head=Shared(head=make_head(seed=seed), factor=seed - 0.5))
 
     layers = {"4": layer(0), "5": layer(1)}
-    draft = over(heads, heads.SharedHead, model=SimpleNamespace(layers=layers))
+    draft = over(heads, heads.MtpTopTokensDraft, model=SimpleNamespace(layers=layers))
     x, ids = states(9), torch.arange(VOCAB)
     for step, part in enumerate([*layers.values(), layers["4"]]):
         weight = Fp8Weight.of(part.shared_head.head.weight[:VOCAB]).widened(torch.float32)
@@ -158,24 +155,17 @@ def test_ranks_agree_on_the_best_token(heads, monkeypatch, one_process):
         assert torch.equal(reader.top_tokens(x), expected(x, whole[list(ids)], torch.tensor(ids)))
 
 
-def test_vllm_finds_a_subclass_for_every_architecture(heads, config):
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    heads.register("fp8")
-    for architecture, title in heads.ARCHITECTURES.items():
-        found = ModelRegistry.models[architecture].load_model_cls()
-        assert found.get_top_tokens is heads.DraftHead.get_top_tokens and found.__name__ == title
-        assert (found.scored is heads.SharedHead.scored) is (title == "DeepSeekMTP")
-
-
-def test_the_variable_registers_the_subclasses(heads, config, monkeypatch):
+def test_the_variable_registers_a_subclass_for_every_architecture(heads, config, monkeypatch):
     from vllm.model_executor.models.registry import ModelRegistry
 
     plug_in.register()
     assert heads.__name__ not in str(ModelRegistry.models["EagleLlamaForCausalLM"])
     monkeypatch.setenv(plug_in.DRAFT_HEAD, "fp8")
     plug_in.register()
-    assert heads.__name__ in str(ModelRegistry.models["EagleLlamaForCausalLM"])
+    for architecture, title in heads.ARCHITECTURES.items():
+        found = ModelRegistry.models[architecture].load_model_cls()
+        assert found.get_top_tokens is heads.TopTokensDraft.get_top_tokens and found.__name__ == title
+        assert (found.scored is heads.MtpTopTokensDraft.scored) is (title == "DeepSeekMTP")
 
 
 @pytest.mark.parametrize("value", ["8", "fp16", "16:", "fp8:", ":ids.json", "FP8"])
@@ -185,69 +175,50 @@ def test_a_wrong_value_of_the_variable_is_refused(value, heads, monkeypatch):
         plug_in.register()
 
 
-SPECULATION = "speculative_config"
+OLDER = SimpleNamespace(is_cuda=lambda: True, has_device_capability=lambda capability: capability <= (8, 6))
+OWN, DFLASH2 = {"draft_id_to_target_id": torch.zeros(4)}, {"compute_candidates": None}
 
 
 @pytest.mark.parametrize(
-    ("of", "option", "value", "reason"),
+    ("choice", "path", "value", "reason"),
     [
-        (SPECULATION, "use_local_argmax_reduction", False, "set use_local_argmax_reduction to true"),
-        (SPECULATION, "draft_sample_method", "probabilistic", "drafts greedily; leave out draft_sample_method"),
-        (SPECULATION, "draft_lm_head_quantization", "fp8", "leave out draft_lm_head_quantization"),
-        ("model_config", "enable_sleep_mode", True, "is not reloaded; start without --enable-sleep-mode"),
-        ("model_config", "dtype", torch.float32, "reads no torch.float32"),
-        ("model_config", "head_dtype", torch.float32, "the logits have torch.float32; leave out --head-dtype"),
-        ("", "lora_config", object(), "adds no LoRA adapters"),
+        ("16", "speculative_config.use_local_argmax_reduction", False, "set use_local_argmax_reduction to true"),
+        ("16", "speculative_config.draft_sample_method", "probabilistic", "greedily; leave out draft_sample_method"),
+        ("16", "speculative_config.draft_lm_head_quantization", "fp8", "leave out draft_lm_head_quantization"),
+        ("16", "speculative_config.draft_model_config.hf_config.logit_scale", 0.0, "a logit_scale of 0 or less"),
+        ("16", "model_config.dtype", torch.float32, "reads no torch.float32"),
+        ("16", "lora_config", object(), "adds no LoRA adapters"),
+        ("16", "parts", DFLASH2, "a DFlash2 draft selects among several"),
+        ("16:FILE", "parts", OWN, "has a vocabulary of its own; leave out "),
+        ("16:FILE", "model_config.enable_sleep_mode", True, "start without --enable-sleep-mode"),
+        ("fp8", "model_config.enable_sleep_mode", True, "start without --enable-sleep-mode"),
+        ("fp8", "platform", OLDER, r"needs compute capability 8\.9"),
+        ("16", "model_config.enable_sleep_mode", True, ""),
+        ("16", "platform", OLDER, ""),
+        ("fp8", "parts", OWN, ""),
     ],
 )
-def test_options_that_exclude_the_heads_are_refused(of, option, value, reason, heads, config, monkeypatch):
-    place = getattr(config, of) if of else config
-    if option == "head_dtype":
-        monkeypatch.setattr(type(place), option, value)
-    else:
-        monkeypatch.setattr(place, option, value)
-    with pytest.raises(ValueError, match=f"does not serve this draft, so vLLM was not started: .*{reason}"):
-        over(heads, heads.DraftHead)
+def test_what_excludes_the_heads_is_refused(choice, path, value, reason, heads, config, tmp_path, monkeypatch):
+    """An empty reason: it is not."""
+    (tmp_path / "FILE").write_text("[1]")
+    if path == "platform":
+        monkeypatch.setattr(heads, "current_platform", value)
+    elif path != "parts":
+        *places, option = path.split(".")
+        monkeypatch.setattr(reduce(getattr, places, config), option, value, raising=False)
+    failing = pytest.raises(ValueError, match=f"not serve this draft, so vLLM was not started: .*{reason}")
+    with failing if reason else nullcontext():
+        parts = value if path == "parts" else {}
+        over(heads, heads.TopTokensDraft, choice.replace("FILE", str(tmp_path / "FILE")), **parts)
 
 
-def test_a_16_bit_head_of_all_tokens_sleeps(heads, config, monkeypatch):
-    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
-    over(heads, heads.DraftHead, "16")
-
-
-def test_an_older_gpu_is_refused(heads, config, monkeypatch):
-    platform = SimpleNamespace(is_cuda=lambda: True, has_device_capability=lambda capability: capability <= (8, 6))
-    monkeypatch.setattr(heads, "current_platform", platform)
-    over(heads, heads.DraftHead, "16")
-    with pytest.raises(ValueError, match=r"needs compute capability 8\.9"):
-        over(heads, heads.DraftHead, "fp8")
-
-
-def test_drafts_without_one_token_a_place_are_refused(heads, config, tmp_path):
-    with pytest.raises(ValueError, match="a DFlash2 draft selects among several"):
-        over(heads, heads.DraftHead, compute_candidates=None)
-    (path := tmp_path / "ids.json").write_text("[1]")
-    with pytest.raises(ValueError, match=f"has a vocabulary of its own; leave out {path}"):
-        over(heads, heads.DraftHead, f"16:{path}", draft_id_to_target_id=torch.zeros(4))
-
-
-def test_a_reversed_logit_scale_is_refused(heads, config, monkeypatch):
-    hf = config.speculative_config.draft_model_config.hf_config
-    monkeypatch.setattr(hf, "logit_scale", 0.0, raising=False)
-    with pytest.raises(ValueError, match="a logit_scale of 0 or less"):
-        over(heads, heads.DraftHead)
-
-
-def test_a_quantised_head_is_refused(heads, one_process):
+def test_a_head_in_8_bits_and_a_rank_without_tokens_are_refused(heads, one_process):
     head = make_head()
+    with pytest.raises(ValueError, match="no token from 0 to 199"):
+        heads.HeadReader.of(head, False, (200, 300))
     head.weight.data = head.weight.data.to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"needs a head with 16-bit weights, this one has torch.float8_e4m3fn"):
         heads.HeadReader.of(head, False, None)
-
-
-def test_a_rank_without_a_token_is_refused(heads, one_process):
-    with pytest.raises(ValueError, match="no token from 0 to 199"):
-        heads.HeadReader.of(make_head(), False, (200, 300))
 
 
 @pytest.mark.parametrize(
@@ -269,4 +240,4 @@ def test_a_file_that_does_not_fit_the_vocabulary_is_refused(content, reason, hea
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, match=f"ATTN_BACKENDS_DRAFT_HEAD: .*{reason}"):
-        over(heads, heads.DraftHead, f"16:{path}")
+        over(heads, heads.TopTokensDraft, f"16:{path}")

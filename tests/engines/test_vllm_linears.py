@@ -5,6 +5,7 @@ Needs vLLM's Python, which `make engines` unpacks, and TRITON_INTERPRET=1 for vL
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import sys
 from types import ModuleType, SimpleNamespace
@@ -159,71 +160,53 @@ def test_a_compiler_traces_a_layer_once_for_any_number_of_rows(name, config):
     assert counter.frame_count == 1
 
 
-def test_a_head_multiplies_in_16_bits_and_embeddings_stay_vllms(config):
-    from vllm.model_executor.layers.vocab_parallel_embedding import (
-        ParallelLMHead,
-        UnquantizedEmbeddingMethod,
-        VocabParallelEmbedding,
-    )
+def test_other_layers_stay_vllms(config, monkeypatch):
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
 
-    with default_dtype(torch.bfloat16):
-        head = ParallelLMHead(128, K, quant_config=quantization(ROUNDED), prefix="head")
-        embedding = VocabParallelEmbedding(128, K, quant_config=quantization(ROUNDED), prefix="embedding")
-    assert type(embedding.quant_method) is UnquantizedEmbeddingMethod
-    head.weight.data.copy_(rows(128, K))
-    process(head)
-    x = rows(3, K)
-    expected = x.double() @ head.weight.double().T
-    torch.testing.assert_close(head.quant_method.apply(head, x).double(), expected, rtol=2**-8, atol=2**-6)
-    assert "PlainHead" in type(head.quant_method).__name__
-
-
-@pytest.mark.parametrize("name", [PLAIN, ROUNDED])
-def test_a_layer_in_fp32_stays_vllms(name, config):
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    assert type(make("replicated", name, torch.float32).quant_method) is UnquantizedLinearMethod
-
-
-def test_experts_stay_in_16_bits_and_the_log_says_so(config, monkeypatch):
     from attn_backends.engines.vllm import linear_methods
 
+    assert type(make("replicated", PLAIN, torch.float32).quant_method) is linear.UnquantizedLinearMethod
+    with default_dtype(torch.bfloat16):
+        embedding = vocab_parallel_embedding.VocabParallelEmbedding(128, K, quant_config=quantization(ROUNDED))
+    assert type(embedding.quant_method) is vocab_parallel_embedding.UnquantizedEmbeddingMethod
+
     said = []
-    monkeypatch.setattr(
-        linear_methods, "_log", SimpleNamespace(warning_once=lambda text, *args: said.append(text % args))
-    )
+    log = SimpleNamespace(warning_once=lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(linear_methods, "_log", log)
     experts = linear_methods.RoutedExperts.__new__(linear_methods.RoutedExperts)
-    for name in (PLAIN, ROUNDED):
-        assert quantization(name).get_quant_method(experts, "experts") is None
+    assert [quantization(name).get_quant_method(experts, "experts") for name in (PLAIN, ROUNDED)] == [None, None]
     assert said == [f"{ROUNDED} leaves the weights of experts in 16 bits."]
 
 
-def change(config, monkeypatch, option):
-    from vllm import envs
+def test_a_head_multiplies_in_16_bits(config, monkeypatch):
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    if option == "lora":
-        monkeypatch.setattr(config, "lora_config", object())
-    elif option == "batch invariance":
-        monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    elif option == "kernels":
-        monkeypatch.setattr(config.kernel_config, "linear_backend", "cutlass")
-    else:
-        platform = SimpleNamespace(is_cuda=lambda: False)
-        monkeypatch.setattr("attn_backends.engines.vllm.quantization.current_platform", platform)
+    from attn_backends.engines.vllm import linear_methods
+
+    with default_dtype(torch.bfloat16):
+        head = ParallelLMHead(128, K, quant_config=quantization(ROUNDED), prefix="head")
+    head.weight.data.copy_(rows(128, K))
+    process(head)
+    x, seen, multiply = rows(3, K), [], linear_methods.multiply
+    monkeypatch.setattr(linear_methods, "multiply", lambda *given: seen.append(given) or multiply(*given))
+    found = head.quant_method.apply(head, x)
+    torch.testing.assert_close(found.double(), x.double() @ head.weight.double().T, rtol=2**-8, atol=2**-6)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize(
-    ("option", "reason"),
+    ("place", "option", "value", "reason"),
     [
-        ("lora", "adds no LoRA adapters; start without --enable-lora"),
-        ("batch invariance", "sums depend on the number of rows; unset VLLM_BATCH_INVARIANT"),
-        ("kernels", "chooses the kernels itself; leave out --linear-backend"),
-        ("rocm", "runs on CUDA only"),
+        ("config", "lora_config", object(), "adds no LoRA adapters; start without --enable-lora"),
+        ("vllm.envs", "VLLM_BATCH_INVARIANT", True, "depend on the number of rows; unset VLLM_BATCH_INVARIANT"),
+        ("kernels", "linear_backend", "cutlass", "chooses the kernels itself; leave out --linear-backend"),
+        (f"{plug_in.__name__}.quantization", "current_platform", SimpleNamespace(is_cuda=bool), "runs on CUDA only"),
     ],
 )
 @pytest.mark.parametrize("name", [PLAIN, ROUNDED])
-def test_options_that_the_kernels_do_not_serve_are_refused(name, option, reason, config, monkeypatch):
-    change(config, monkeypatch, option)
+def test_options_that_the_kernels_do_not_serve_are_refused(name, place, option, value, reason, config, monkeypatch):
+    of = {"config": config, "kernels": config.kernel_config}.get(place) or importlib.import_module(place)
+    monkeypatch.setattr(of, option, value, raising=False)
     with pytest.raises(ValueError, match=rf"'{name}' does not serve .* vLLM was not started: .*{reason}"):
         make("replicated", name)
 
@@ -251,13 +234,11 @@ def test_vllm_refuses_a_dtype_or_a_device(name, dtype, capability, reason, confi
         VllmConfig.get_quantization_config(config.model_config, config.load_config)
 
 
-def test_a_checkpoint_cannot_name_ours(config):
+def test_a_spawned_process_reads_the_configuration_and_no_checkpoint_names_it(config):
+    ours = quantization(ROUNDED)
+    assert type(pickle.loads(pickle.dumps(ours))) is type(ours)
     with pytest.raises(ValueError, match=r"config.json names attn_backends_fp8, which reads only 16-bit"):
-        type(quantization(ROUNDED)).from_config({"quant_method": ROUNDED})
-
-
-def test_a_spawned_process_reads_the_configuration(config):
-    assert type(pickle.loads(pickle.dumps(quantization(ROUNDED)))) is type(quantization(ROUNDED))
+        ours.from_config({"quant_method": ROUNDED})
 
 
 def test_another_vllm_starts_without_the_names(monkeypatch, capsys):

@@ -61,7 +61,7 @@ class HeadChoice(NamedTuple):
 
 def register(value: str) -> None:
     """Let vLLM make our subclasses of its drafts. value: DRAFT_HEAD's. Raises ValueError for a wrong one."""
-    DraftHead.choice = HeadChoice.of(value)
+    TopTokensDraft.choice = HeadChoice.of(value)
     for architecture, title in ARCHITECTURES.items():
         ModelRegistry.register_model(architecture, f"{__name__}:{title}")
 
@@ -72,10 +72,12 @@ def __getattr__(title: str) -> type[Any]:
     if title not in ARCHITECTURES.values():
         raise AttributeError(f"module {__name__!r} has no attribute {title!r}")
     base = getattr(compat, title)
-    return type(title, (SharedHead if title == "DeepSeekMTP" else DraftHead, base), {"__module__": __name__})
+    return type(
+        title, (MtpTopTokensDraft if title == "DeepSeekMTP" else TopTokensDraft, base), {"__module__": __name__}
+    )
 
 
-class DraftHead:
+class TopTokensDraft:
     """Mixin for a draft with an `lm_head`: `get_top_tokens` over our kernel.
 
     Raises ValueError when the model is made, or when it first drafts, for what it does not serve.
@@ -112,7 +114,7 @@ class DraftHead:
         return top if offsets is None else top + offsets[top]
 
 
-class SharedHead(DraftHead):
+class MtpTopTokensDraft(TopTokensDraft):
     """The same for DeepSeek's MTP, whose layers have a norm and a head each."""
 
     def scored(self, hidden_states: torch.Tensor, step: int) -> tuple[Any, torch.Tensor]:

@@ -15,7 +15,7 @@ from attn_backends.kernels.linear.linear import linear
 from builders.kernels.op import define_op
 
 
-class Linear(NamedTuple):
+class LinearArguments(NamedTuple):
     """The arguments of `torch.ops.attn_backends.linear`, which returns x @ weight^T + bias, [M, N] in x's dtype.
 
     x       16-bit [M, K]
@@ -44,4 +44,4 @@ class Linear(NamedTuple):
         return linear(x, Fp8Weight(self.weight, self.scale), self.bias)
 
 
-define_op("attn_backends::linear", Linear)
+define_op("attn_backends::linear", LinearArguments)
