@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from attn_backends.engines.vllm import DRAFT_HEAD
-from attn_backends.engines.vllm.names import PLAIN, ROUNDED
+from attn_backends.engines.vllm.names import DRAFT_HEAD, PLAIN, ROUNDED
 from benchmarks.measure import largest_kernels
 from benchmarks.random_model import save_random
 from scripts import vllm_arm

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from attn_backends.engines import vllm as plug_in
+from attn_backends.engines.vllm.names import DRAFT_HEAD
 from attn_backends.kernels.linear.fp8_weight import Fp8Weight
 from scripts import vllm_arm
 from tests.engines.vllm_runner import DIM, HEADS, KV_HEADS, NEEDS_VLLM, PAGED, default_dtype
@@ -160,7 +161,7 @@ def test_the_variable_registers_a_subclass_for_every_architecture(heads, config,
 
     plug_in.register()
     assert heads.__name__ not in str(ModelRegistry.models["EagleLlamaForCausalLM"])
-    monkeypatch.setenv(plug_in.DRAFT_HEAD, "fp8")
+    monkeypatch.setenv(DRAFT_HEAD, "fp8")
     plug_in.register()
     for architecture, title in heads.ARCHITECTURES.items():
         found = ModelRegistry.models[architecture].load_model_cls()
@@ -170,7 +171,7 @@ def test_the_variable_registers_a_subclass_for_every_architecture(heads, config,
 
 @pytest.mark.parametrize("value", ["8", "fp16", "16:", "fp8:", ":ids.json", "FP8"])
 def test_a_wrong_value_of_the_variable_is_refused(value, heads, monkeypatch):
-    monkeypatch.setenv(plug_in.DRAFT_HEAD, value)
+    monkeypatch.setenv(DRAFT_HEAD, value)
     with pytest.raises(ValueError, match=f"ATTN_BACKENDS_DRAFT_HEAD must be 16 or fp8, .* got '{value}'"):
         plug_in.register()
 

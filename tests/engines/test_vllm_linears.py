@@ -200,7 +200,7 @@ def test_a_head_multiplies_in_16_bits(config, monkeypatch):
         ("config", "lora_config", object(), "adds no LoRA adapters; start without --enable-lora"),
         ("vllm.envs", "VLLM_BATCH_INVARIANT", True, "depend on the number of rows; unset VLLM_BATCH_INVARIANT"),
         ("kernels", "linear_backend", "cutlass", "chooses the kernels itself; leave out --linear-backend"),
-        (f"{plug_in.__name__}.quantization", "current_platform", SimpleNamespace(is_cuda=bool), "runs on CUDA only"),
+        (f"{plug_in.__name__}.linear_methods", "current_platform", SimpleNamespace(is_cuda=bool), "runs on CUDA only"),
     ],
 )
 @pytest.mark.parametrize("name", [PLAIN, ROUNDED])

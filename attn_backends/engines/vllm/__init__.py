@@ -13,14 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_backends.engines.vllm.compat import registry
+from attn_backends.engines.vllm.names import DRAFT_HEAD
 from attn_backends.engines.vllm.names import NAMES as NAMES
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 """The group that vLLM calls in every process."""
 VALIDATE = "ATTN_BACKENDS_VALIDATE"
 """The variable that makes a served vLLM compare its draft metadata: 1 for yes, 0 for no."""
-DRAFT_HEAD = "ATTN_BACKENDS_DRAFT_HEAD"
-"""The variable that makes greedy drafts read their head with our kernel: see `draft_heads.HeadChoice`."""
 
 _log = logging.getLogger(__name__)
 

@@ -14,13 +14,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from attn_backends.engines.vllm import DRAFT_HEAD, compat
+from attn_backends.engines.vllm import compat
 from attn_backends.engines.vllm.compat import (
     ModelRegistry,
     current_platform,
     init_logger,
     tensor_model_parallel_all_gather,
 )
+from attn_backends.engines.vllm.names import DRAFT_HEAD
 from attn_backends.kernels.linear import top_tokens  # noqa: F401  # defines the op
 from attn_backends.kernels.linear.fp8_weight import READING, Fp8Weight
 from builders.devices import FP8_CAPABILITY
@@ -144,7 +145,8 @@ class HeadReader(NamedTuple):
     @classmethod
     def of(cls, head: Any, rounds: bool, ids: tuple[int, ...] | None) -> HeadReader:
         """Read a vLLM head, with a copy if it is rounded or pruned. ids: the tokens to keep; None: all. Raises
-        ValueError for a head without 16-bit weights, and for ids of which this rank has none."""
+        ValueError for a head without 16-bit weights, and for ids of which this rank has none; RuntimeError during a
+        capture, whose graph would copy it in every replay."""
         weight, indices = head.weight, head.shard_indices
         if weight.dtype not in READING or not weight.is_contiguous():
             raise ValueError(

@@ -13,6 +13,9 @@ from attn_backends.engines.vllm.compat import (
     RoutedExperts,
     UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,
+    current_platform,
+    envs,
+    get_current_vllm_config,
     init_logger,
     replace_parameter,
 )
@@ -24,7 +27,12 @@ _log = init_logger("vllm.attn_backends")
 
 def method_of(layer: torch.nn.Module, *, name: str, rounds: bool) -> Any:
     """Return the method of a layer, None for layers that are neither linear nor an output projection. A layer whose
-    weights do not have 16 bits, such as a router in fp32, keeps vLLM's. rounds: in 8 bits."""
+    weights do not have 16 bits, such as a router in fp32, keeps vLLM's. rounds: linear layers to 8 bits. Raises
+    ValueError for options that our kernels do not serve."""
+    if reasons := option_reasons(get_current_vllm_config()):
+        raise ValueError(
+            f"quantization {name!r} does not serve these options, so vLLM was not started: {'; '.join(reasons)}."
+        )
     if isinstance(layer, LinearBase):
         if layer.params_dtype not in READING:
             return UnquantizedLinearMethod()
@@ -34,6 +42,17 @@ def method_of(layer: torch.nn.Module, *, name: str, rounds: bool) -> Any:
     if rounds and isinstance(layer, RoutedExperts):
         _log.warning_once("%s leaves the weights of experts in 16 bits.", name)
     return None
+
+
+def option_reasons(config: Any) -> list[str]:
+    """List the options of a VllmConfig, and what to do, that our kernels do not serve."""
+    reasons = {
+        "it runs on CUDA only": not current_platform.is_cuda(),
+        "it adds no LoRA adapters; start without --enable-lora": config.lora_config is not None,
+        "its sums depend on the number of rows; unset VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+        "it chooses the kernels itself; leave out --linear-backend": config.kernel_config.linear_backend != "auto",
+    }
+    return [reason for reason, applies in reasons.items() if applies]
 
 
 def multiply(

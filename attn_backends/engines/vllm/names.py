@@ -1,4 +1,4 @@
-"""Our names for vLLM's `attention_backend` and `quantization`."""
+"""Our names for vLLM's `attention_backend` and `quantization`, and a variable of ours."""
 
 from __future__ import annotations
 
@@ -15,3 +15,5 @@ NAMES = {
 
 PLAIN, ROUNDED = "attn_backends", "attn_backends_fp8"
 """Our quantizations, with weights of 16 bits and of 8."""
+DRAFT_HEAD = "ATTN_BACKENDS_DRAFT_HEAD"
+"""The variable that makes greedy drafts read their head with our kernel: see `draft_heads.HeadChoice`."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attn_backends.engines.vllm.compat import QuantizationConfig, current_platform, envs, get_current_vllm_config
+from attn_backends.engines.vllm.compat import QuantizationConfig
 from attn_backends.engines.vllm.names import PLAIN, ROUNDED
 from builders.devices import FP8_CAPABILITY
 
@@ -50,11 +50,6 @@ class OurLinears(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Return the method of a linear layer or an output projection, and None for any other layer, which stays
         vLLM's: embeddings, attention and experts. Raises ValueError for options that our kernels do not serve."""
-        if reasons := option_reasons(get_current_vllm_config()):
-            raise ValueError(
-                f"quantization {self.name!r} does not serve these options, so vLLM was not started: "
-                f"{'; '.join(reasons)}."
-            )
         from attn_backends.engines.vllm.linear_methods import method_of
 
         return method_of(layer, name=self.name, rounds=self.rounds)
@@ -70,14 +65,3 @@ class OurFp8Linears(OurLinears):
 
 
 CONFIGS = (OurLinears, OurFp8Linears)
-
-
-def option_reasons(config: Any) -> list[str]:
-    """List the options of a VllmConfig, and what to do, that our kernels do not serve."""
-    reasons = {
-        "it runs on CUDA only": not current_platform.is_cuda(),
-        "it adds no LoRA adapters; start without --enable-lora": config.lora_config is not None,
-        "its sums depend on the number of rows; unset VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
-        "it chooses the kernels itself; leave out --linear-backend": config.kernel_config.linear_backend != "auto",
-    }
-    return [reason for reason, applies in reasons.items() if applies]
