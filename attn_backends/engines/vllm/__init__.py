@@ -32,9 +32,10 @@ def register() -> None:
     if reason := refused_variable():
         raise ValueError(reason)
     if os.environ.get(VALIDATE) == "1":
-        from attn_backends.engines.vllm import validator
+        from attn_backends.engines.vllm import state_validator, validator
 
         validator.install()
+        state_validator.install()
     _register_names()
     _register_quantizations()
     if choice := os.environ.get(DRAFT_HEAD):

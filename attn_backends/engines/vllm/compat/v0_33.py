@@ -70,9 +70,11 @@ PLACES = {
     "Eagle3LlamaForCausalLM": f"{_MODELS}.llama_eagle3:Eagle3LlamaForCausalLM",
     "Eagle3Qwen3ForCausalLM": f"{_MODELS}.qwen3_eagle3:Eagle3Qwen3ForCausalLM",
     "EagleLlamaForCausalLM": f"{_MODELS}.llama_eagle:EagleLlamaForCausalLM",
-    # The speculators that the validator watches.
+    # The speculators that the validator watches, and the states of hybrid targets.
     "AttentionGroup": "vllm.v1.worker.utils:AttentionGroup",
     "DFlashSpeculator": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
+    "MambaHybridModelState": "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState",
+    "MambaSpec": "vllm.v1.kv_cache_interface:MambaSpec",
     "DraftModelSpeculator": f"{_SPECULATORS}.speculator:DraftModelSpeculator",
     "TargetDependentARSpeculator": f"{_SPECULATORS}.target_dependent_ar.speculator:TargetDependentARSpeculator",
 }
