@@ -19,16 +19,17 @@ from attn_backends.engines.vllm.compat import (
     init_logger,
     replace_parameter,
 )
+from attn_backends.engines.vllm.names import ROUNDED
 from attn_backends.kernels.linear import linear_op  # noqa: F401  # defines the op
 from attn_backends.kernels.linear.fp8_weight import READING, Fp8Weight
 
 _log = init_logger("vllm.attn_backends")
 
 
-def method_of(layer: torch.nn.Module, *, name: str, rounds: bool) -> Any:
+def method_of(layer: torch.nn.Module, name: str) -> Any:
     """Return the method of a layer, None for layers that are neither linear nor an output projection. A layer whose
-    weights do not have 16 bits, such as a router in fp32, keeps vLLM's. rounds: linear layers to 8 bits. Raises
-    ValueError for options that our kernels do not serve."""
+    weights do not have 16 bits, such as a router in fp32, keeps vLLM's. name: PLAIN or ROUNDED. Raises ValueError for
+    options that our kernels do not serve."""
     if reasons := option_reasons(get_current_vllm_config()):
         raise ValueError(
             f"quantization {name!r} does not serve these options, so vLLM was not started: {'; '.join(reasons)}."
@@ -36,10 +37,10 @@ def method_of(layer: torch.nn.Module, *, name: str, rounds: bool) -> Any:
     if isinstance(layer, LinearBase):
         if layer.params_dtype not in READING:
             return UnquantizedLinearMethod()
-        return RoundedLinear() if rounds else PlainLinear()
+        return RoundedLinear() if name == ROUNDED else PlainLinear()
     if isinstance(layer, ParallelLMHead):
         return PlainHead()
-    if rounds and isinstance(layer, RoutedExperts):
+    if name == ROUNDED and isinstance(layer, RoutedExperts):
         _log.warning_once("%s leaves the weights of experts in 16 bits.", name)
     return None
 

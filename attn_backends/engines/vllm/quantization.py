@@ -11,17 +11,13 @@ import torch
 
 from attn_backends.engines.vllm.compat import QuantizationConfig
 from attn_backends.engines.vllm.names import PLAIN, ROUNDED
-from builders.devices import FP8_CAPABILITY
 
 
 class OurLinears(QuantizationConfig):
-    """Linear layers and output projections of 16-bit weights, which stay in 16 bits."""
+    """Linear layers and output projections of 16-bit weights. capability: the lowest that the kernels run on, 8.0."""
 
     name: ClassVar[str] = PLAIN
-    capability: ClassVar[tuple[int, int]] = (8, 0)
-    """The lowest compute capability that the kernels run on."""
-    rounds: ClassVar[bool] = False
-    """Whether weights of linear layers are rounded to 8 bits as they load."""
+    capability: ClassVar[int] = 80
 
     @classmethod
     def get_name(cls) -> str:
@@ -29,8 +25,7 @@ class OurLinears(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        major, minor = cls.capability
-        return 10 * major + minor
+        return cls.capability
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -41,27 +36,21 @@ class OurLinears(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> OurLinears:
-        """Refuse a checkpoint: vLLM calls this for one whose config.json names us. Raises ValueError."""
-        raise ValueError(
-            f"quantization_config in config.json names {cls.name}, which reads only 16-bit checkpoints. Remove it "
-            f"there, and choose {cls.name} by --quantization, or for a draft in --speculative-config."
-        )
+        """Raise ValueError: vLLM calls this for a checkpoint whose config.json names us."""
+        raise ValueError(f"{cls.name} reads 16-bit checkpoints only. Remove quantization_config from config.json.")
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Return the method of a linear layer or an output projection, and None for any other layer, which stays
         vLLM's: embeddings, attention and experts. Raises ValueError for options that our kernels do not serve."""
         from attn_backends.engines.vllm.linear_methods import method_of
 
-        return method_of(layer, name=self.name, rounds=self.rounds)
+        return method_of(layer, self.name)
 
 
 class OurFp8Linears(OurLinears):
-    """The same, with the weights of linear layers in 8 bits and a scale for each output. Output projections stay in 16
-    bits."""
+    """The same, but linear layers have weights in 8 bits, rounded as they load."""
 
-    name = ROUNDED
-    capability = FP8_CAPABILITY
-    rounds = True
+    name, capability = ROUNDED, 89
 
 
 CONFIGS = (OurLinears, OurFp8Linears)
