@@ -137,23 +137,24 @@ def test_each_module_of_an_mtp_draft_has_its_norm_and_head(heads, config):
         assert torch.equal(draft.get_top_tokens(x, step), expected(part.shared_head(x), weight, ids))
 
 
-def test_ranks_agree_on_the_best_token(heads, monkeypatch, one_process):
+@pytest.mark.parametrize("ids", [None, tuple(range(0, VOCAB, 3))])
+def test_ranks_agree_on_the_best_token(ids, heads, monkeypatch, one_process):
     whole, x = make_head().weight.data, states(30)
-    ids = tuple(range(0, VOCAB, 3))
     readers = []
     for rank in (0, 1):
         part = SimpleNamespace(org_vocab_start_index=rank * 100, num_org_elements=100)
         head = SimpleNamespace(weight=whole[rank * 100 :][:100], shard_indices=part, tp_size=2)
         readers.append(heads.HeadReader.of(head, False, ids))
     sent = []
-    monkeypatch.setattr(
-        heads, "tensor_model_parallel_all_gather", lambda pair, dim: sent.append(pair) or pair.repeat(1, 2)
-    )
-    for reader in readers:
-        reader.top_tokens(x)
-    monkeypatch.setattr(heads, "tensor_model_parallel_all_gather", lambda pair, dim: torch.cat(sent, dim))
-    for reader in readers:
-        assert torch.equal(reader.top_tokens(x), expected(x, whole[list(ids)], torch.tensor(ids)))
+
+    def gather(pair, dim):
+        sent.append(pair)
+        return torch.cat(sent if len(sent) == 2 else [pair, pair], dim)
+
+    monkeypatch.setattr(heads, "tensor_model_parallel_all_gather", gather)
+    _, found = [reader.top_tokens(x) for reader in readers]
+    kept = torch.tensor(ids or range(VOCAB))
+    assert torch.equal(found, expected(x, whole[kept], kept))
 
 
 def test_the_variable_registers_a_subclass_for_every_architecture(heads, config, monkeypatch):

@@ -140,6 +140,7 @@ def test_reloaded_weights_replace_the_old_ones_where_graphs_read_them(name, conf
     load(layer, "qkv")
     process(layer)
     before = {key: value.data_ptr() for key, value in layer.named_parameters()}
+    assert ("weight_scale" in before) is (name == ROUNDED)
     reload.initialize_layerwise_reload(model)
     weight, bias = load(layer, "qkv", seed=1)
     reload.finalize_layerwise_reload(model, config.model_config)

@@ -194,6 +194,7 @@ def linear():
         for parts in ((weight, None), operands(Fp8Weight.of(weight))):
             for bias in (None, noise(outputs, seed=2, dtype=dtype)):
                 yield noise(rows, 72, dtype=dtype), *parts, bias
+    yield noise(72, 5).half().T, *operands(Fp8Weight.of(noise(21, 72))), None
 
 
 # The logits of more than 64 rows are rounded.
@@ -206,8 +207,10 @@ def top_tokens():
         for parts in ((weight, None), operands(Fp8Weight.of(weight))):
             yield noise(rows, inputs, dtype=dtype), *parts, tokens
     tie, nothing = torch.ones(300, 16).half(), torch.full((300, 16), -torch.inf).half()
-    yield torch.ones(2, 16).half(), tie, None, 290
-    yield torch.ones(2, 16).half(), nothing, None, 290
+    one, nan = torch.ones(2, 16).half(), torch.ones(2, 16).half()
+    nan[1] = torch.nan
+    yield from ((one, tie, None, 290), (one, nothing, None, 290), (nan, tie, None, 290))
+    yield noise(16, 5).half().T, noise(300, 16).half(), None, 290
 
 
 @op("attn_backends::streamed_shares", close=SUMS)

@@ -28,7 +28,7 @@ MOST_ROWS = 64
 
 class TopTokens(NamedTuple):
     """The arguments of `torch.ops.attn_backends.top_tokens`, which returns the largest logit of each row, fp32 [M], and
-    its first index, int64 [M]. A row with NaN has an index in range.
+    its first index, int64 [M]. NaN counts as infinity.
 
     x           16-bit [M, K]
     weight      [N, K], contiguous, in x's dtype or in float8_e4m3fn
@@ -43,7 +43,7 @@ class TopTokens(NamedTuple):
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.x.float() @ widened(self.weight, self.scale)[: self.num_tokens].T
-        value, index = logits.max(-1)
+        value, index = torch.where(logits.isnan(), torch.inf, logits).max(-1)
         return value, index
 
     def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +56,7 @@ class TopTokens(NamedTuple):
         if not 0 < rows <= MOST_ROWS:
             weight = self.weight if self.scale is None else Fp8Weight(self.weight, self.scale)
             value, index = linear(x, weight)[:, : self.num_tokens].max(-1)
-            return value.float(), index
+            return torch.where(value.isnan(), torch.inf, value).float(), index
         tile = streamed_tiling(
             rows, self.num_tokens, x.shape[1], room_of(x.device), itemsize=self.weight.element_size()
         )
