@@ -21,18 +21,19 @@ from attn_backends.state_cache import (
 )
 from attn_backends.state_capabilities import StateCapabilities
 from builders import CONTRACT_VERSION, BatchError, StateBuilder, StateMetadata, StateSpec
-from builders.errors import require_tensor, require_vector
+from builders.errors import require, require_tensor, require_vector
 
 
 class StateInputs(NamedTuple):
-    """What a layer's projections give for T query tokens. C: the channels of [q | k | v], with q and k of every key
-    head and v of every value head. W: the convolution's width.
+    """What a layer's projections give for T query tokens, and its weights. C: the channels of [q | k | v], with q and k
+    of every key head and v of every value head. W: the convolution's width.
 
     x       [T, C]                      spec.dtype, before the convolution
     decay   fp32 [T, *spec.decay_dims]  log decay, at most 0
-    beta    fp32 [T, num_value_heads]
+    beta    fp32 [T, spec.matrices]
     weight  [C, W]                      spec.dtype, of the depthwise convolution; the last column is the newest token's
     bias    [C]                         spec.dtype, or None
+    skip    fp32 [num_value_heads]      or None; only if the recurrence's rule `skips`
     """
 
     x: Tensor
@@ -40,6 +41,7 @@ class StateInputs(NamedTuple):
     beta: Tensor
     weight: Tensor
     bias: Tensor | None = None
+    skip: Tensor | None = None
 
 
 class StateBackend(ABC):
@@ -113,7 +115,7 @@ class StateBackend(ABC):
         lengths.lost.scatter_reduce_(0, slots, plan.lost.int(), "amax")
 
     def read(self, cache: StateCache, slots: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the state fp32 [n, num_value_heads, key_dim, value_dim] of slots after their first seq_lens tokens,
+        """Return the state fp32 [n, spec.matrices, key_dim, value_dim] of slots after their first seq_lens tokens,
         and the convolution's last inputs [n, W - 1, channels]: NaN if a slot does not have that state.
 
         slots, seq_lens: int64 [n]; slots of the cache.
@@ -177,7 +179,13 @@ def check_state_inputs(inputs: StateInputs, cache: StateCache, metadata: StateMe
     cache.check(spec, device)
     require_tensor("x", inputs.x, shape=(tokens, channels), dtype=spec.dtype, device=device)
     require_tensor("decay", inputs.decay, shape=(tokens, *spec.decay_dims), dtype=torch.float32, device=device)
-    require_tensor("beta", inputs.beta, shape=(tokens, spec.num_value_heads), dtype=torch.float32, device=device)
+    require_tensor("beta", inputs.beta, shape=(tokens, spec.matrices), dtype=torch.float32, device=device)
     require_tensor("weight", inputs.weight, shape=(channels, spec.conv_width), dtype=spec.dtype, device=device)
     if inputs.bias is not None:
         require_vector("bias", inputs.bias, length=channels, dtype=spec.dtype, device=device)
+    if inputs.skip is not None:
+        require(
+            spec.recurrence.rule.skips,
+            f"skip must be None for {spec.recurrence.value}, whose outputs have no such part, got a tensor. Omit it.",
+        )
+        require_vector("skip", inputs.skip, length=spec.num_value_heads, dtype=torch.float32, device=device)

@@ -8,6 +8,7 @@ device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -41,15 +42,16 @@ class StateLengths:
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """One layer's slots. With S slots, J journal entries, H key heads, HV value heads, W the convolution's width:
+    """One layer's slots. With S slots, J journal entries, H key heads, M matrices, W the convolution's width:
 
-    state   [S, HV, key_dim, value_dim]  state_dtype, after `base` tokens
-    conv    [S, W - 1 + J, channels]     dtype: the last inputs before the journal, then the journal's inputs
-    key     [S, J, H, key_dim]           fp32, of norm 1
-    update  [S, J, HV, value_dim]        fp32, u of `Recurrence`
-    decay   [S, J, *spec.decay_dims]     fp32, log decay
+    state   [S, M, key_dim, value_dim]  state_dtype, after `base` tokens
+    conv    [S, W - 1 + J, channels]    dtype: the last inputs before the journal, then the journal's inputs
+    key     [S, J, H, key_dim]          fp32, k of `Recurrence`
+    update  [S, J, M, value_dim]        fp32, u of `Recurrence`
+    decay   [S, J, *spec.decay_dims]    fp32, log decay
 
-    Memory where nothing was written may hold NaN. lengths: shared by the layers of a group.
+    Without matrices, all but conv are empty. Memory where nothing was written may hold NaN. lengths: shared by the
+    layers of a group.
     """
 
     state: Tensor
@@ -61,20 +63,30 @@ class StateCache:
 
     def check(self, spec: StateSpec, device: torch.device) -> None:
         """Raise BatchError for tensors whose shape, dtype or device is not the spec's."""
-        slots, entries = self.state.shape[:1], (self.state.shape[0], spec.journal)
-        heads, channels = spec.num_value_heads, (spec.conv_width - 1 + spec.journal, spec.conv_channels)
-        wanted: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = (
-            ("state", (*slots, heads, spec.key_dim, spec.value_dim), spec.state_dtype),
-            ("conv", (*slots, *channels), spec.dtype),
-            ("key", (*entries, spec.num_key_heads, spec.key_dim), torch.float32),
-            ("update", (*entries, heads, spec.value_dim), torch.float32),
-            ("decay", (*entries, *spec.decay_dims), torch.float32),
-        )
-        for name, shape, dtype in wanted:
-            require_tensor(f"{name} of the cache", getattr(self, name), shape=shape, dtype=dtype, device=device)
+        slots = self.state.shape[:1]
+        for name, (dims, dtype) in _parts(spec).items():
+            part, shape = getattr(self, name), (*slots, *dims)
+            require_tensor(f"{name} of the cache", part, shape=shape, dtype=dtype, device=device)
         for name in ("base", "held", "lost"):
             tensor = getattr(self.lengths, name)
             require_tensor(f"{name} of the cache", tensor, shape=slots, dtype=torch.int32, device=device)
+
+
+def _parts(spec: StateSpec) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the dims and dtype of what a slot has in a layer, by the name of its tensor in `StateCache`."""
+    matrices, journal = spec.matrices, spec.journal
+    return {
+        "state": ((matrices, spec.key_dim, spec.value_dim), spec.state_dtype),
+        "conv": ((spec.conv_width - 1 + journal, spec.conv_channels), spec.dtype),
+        "key": ((journal, spec.num_key_heads, spec.key_dim), torch.float32),
+        "update": ((journal, matrices, spec.value_dim), torch.float32),
+        "decay": ((journal, *spec.decay_dims), torch.float32),
+    }
+
+
+def bytes_of_slot(spec: StateSpec) -> int:
+    """Return what a slot of one layer takes."""
+    return sum(prod(dims) * dtype.itemsize for dims, dtype in _parts(spec).values())
 
 
 def allocate_caches(spec: StateSpec, num_layers: int, num_slots: int, device: torch.device) -> tuple[StateCache, ...]:
@@ -88,21 +100,11 @@ def allocate_caches(spec: StateSpec, num_layers: int, num_slots: int, device: to
     )
     lengths = StateLengths(*(torch.zeros(num_slots, dtype=torch.int32, device=device) for _ in range(3)))
 
-    def entries(*dims: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(num_slots, *dims, dtype=dtype, device=device)
+    def empty() -> dict[str, Tensor]:
+        parts = _parts(spec).items()
+        return {name: torch.empty(num_slots, *dims, dtype=dtype, device=device) for name, (dims, dtype) in parts}
 
-    heads, rows = spec.num_value_heads, spec.conv_width - 1 + spec.journal
-    return tuple(
-        StateCache(
-            state=entries(heads, spec.key_dim, spec.value_dim, dtype=spec.state_dtype),
-            conv=entries(rows, spec.conv_channels, dtype=spec.dtype),
-            key=entries(spec.journal, spec.num_key_heads, spec.key_dim),
-            update=entries(spec.journal, heads, spec.value_dim),
-            decay=entries(spec.journal, *spec.decay_dims),
-            lengths=lengths,
-        )
-        for _ in range(num_layers)
-    )
+    return tuple(StateCache(**empty(), lengths=lengths) for _ in range(num_layers))
 
 
 class StepPlan(NamedTuple):
@@ -167,12 +169,12 @@ def plan_step(lengths: StateLengths, metadata: StateMetadata, spec: StateSpec) -
 
 
 def factors(decay: Tensor) -> Tensor:
-    """Return what log decays [n, T, *spec.decay_dims] multiply states with: [n, T, HV, 1 or key_dim, 1]."""
-    return decay.exp().reshape(*decay.shape[:3], -1, 1)
+    """Return what log decays [n, T, *spec.decay_dims] multiply states with: [n, T, M, 1 or key_dim, 1]."""
+    return decay.exp().view(*decay.shape[:3], *decay.shape[3:] or (1,), 1)
 
 
 def replayed(cache: StateCache, slot: Tensor, replay: Tensor, filled: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the state fp32 [n, HV, key_dim, value_dim] after the first `replay` journal entries of each slot, and the
+    """Return the state fp32 [n, M, key_dim, value_dim] after the first `replay` journal entries of each slot, and the
     convolution's window [n, W - 1, channels]: both zeros where not `filled`.
 
     slot, replay: int64 [n]; filled: bool [n]. An entry changes a state by the operations of `TorchState.forward`, in
@@ -180,8 +182,8 @@ def replayed(cache: StateCache, slot: Tensor, replay: Tensor, filled: Tensor) ->
     """
     state = torch.where(_over(filled, cache.state), cache.state[slot].float(), 0.0)
     key, update, decay = (part[slot] for part in (cache.key, cache.update, cache.decay))
-    key, factor = key.repeat_interleave(update.shape[2] // key.shape[2], 2), factors(decay)
-    for entry in range(key.shape[1]):
+    key, factor = key.repeat_interleave(update.shape[2] // max(1, key.shape[2]), 2), factors(decay)
+    for entry in range(key.shape[1] if state.numel() else 0):
         after = state * factor[:, entry] + key[:, entry, ..., None] * update[:, entry, :, None]
         state = torch.where(_over(filled & (entry < replay), state), after, state)
     width = cache.conv.shape[1] - key.shape[1]

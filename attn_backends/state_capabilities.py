@@ -42,6 +42,7 @@ class StateCapabilities:
     recurrences: tuple[Recurrence, ...]
     key_dims: Sizes
     value_dims: Sizes
+    """Of matrices, as key_dims: nothing is asked of the dims of a recurrence without them."""
     conv_widths: Sizes
     journals: Sizes
     features: frozenset[StateFeature]
@@ -79,12 +80,9 @@ class StateCapabilities:
             for name, (served, got) in names.items()
             if got not in served
         ]
-        dims = (
-            ("key_dim", spec.key_dim, self.key_dims),
-            ("value_dim", spec.value_dim, self.value_dims),
-            ("conv_width", spec.conv_width, self.conv_widths),
-            ("journal", spec.journal, self.journals),
-        )
+        dims = [("conv_width", spec.conv_width, self.conv_widths), ("journal", spec.journal, self.journals)]
+        if spec.matrices:
+            dims = [("key_dim", spec.key_dim, self.key_dims), ("value_dim", spec.value_dim, self.value_dims), *dims]
         reasons += [f"{name} must be {served}, got {got}" for name, got, served in dims if got not in served]
         return reasons + [f"has no {each.value}" for each in features_used(spec) if each not in self.features]
 

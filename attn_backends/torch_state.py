@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -41,18 +43,16 @@ class TorchState(StateBackend):
         token, valid = _tokens_of_rows(metadata, plan)
         x, decay, beta = (_select(part, token, valid) for part in (inputs.x, inputs.decay, inputs.beta))
         parents = _parents(metadata, token)
-        q, key, value = _split(_convolve(x, window, parents, inputs), spec)
+        mixed = _convolve(x, window, parents, inputs)
+        if spec.recurrence.rule.activates:
+            mixed = F.silu(mixed)
+        q, key, value = _split(mixed, spec)
         # 2. Each token after its parent; one that is no token of the row has decay exp(0) and update 0
-        after, updates, outputs, factor = [state], [], [], factors(decay)
-        for i in range(metadata.max_query_len):
-            before = after[-1] if metadata.tree_masks is None else _take(torch.stack(after, 1), parents[:, i] + 1)
-            head, query = (part[:, i].repeat_interleave(spec.group_size, 1)[..., None] for part in (key, q))
-            kept = before * factor[:, i]
-            updates.append(beta[:, i, :, None] * (value[:, i] - (head * kept).sum(2)))
-            if metadata.tree_masks is None:
-                after = []
-            after.append(kept + head * updates[-1][:, :, None])
-            outputs.append((query * after[-1]).sum(2))
+        after, update, out = [state], value[:, :, : spec.matrices], value
+        if spec.recurrence.rule.has_matrix:
+            after, update, out = _recur(state, (q, key, value, decay, beta), parents, metadata, spec)
+        if inputs.skip is not None:
+            out = out + inputs.skip[:, None] * value
         # 3. What the slots hold next
         if metadata.absorb:
             ends = plan.query_lens[:, None] + torch.arange(spec.conv_width - 1, device=x.device)
@@ -63,9 +63,9 @@ class TorchState(StateBackend):
             self.store_window(cache, plan, plan.fold, window)
             inputs_of_journal = cache.conv[:, spec.conv_width - 1 :]
             journal = (inputs_of_journal, cache.key, cache.update, cache.decay)
-            for part, new in zip(journal, (x, key, torch.stack(updates, 1), decay), strict=True):
+            for part, new in zip(journal, (x, key, update, decay), strict=True):
                 store(part, plan.slot, plan.live, appended(part[plan.slot], new, plan.first_entry, plan.query_lens))
-        return _by_token(torch.stack(outputs, 1), metadata, plan).to(spec.dtype)
+        return _by_token(out, metadata, plan).to(spec.dtype)
 
     def replay(self, cache: StateCache, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """Return the state and the convolution's window before each row's tokens; see `replayed`."""
@@ -74,6 +74,27 @@ class TorchState(StateBackend):
     def store_window(self, cache: StateCache, plan: StepPlan, rows: Tensor, window: Tensor) -> None:
         """Make these windows [R, W - 1, channels] those of the checkpoints of the given rows, bool [R]."""
         store(cache.conv[:, : window.shape[1]], plan.slot, rows, window)
+
+
+def _recur(
+    state: Tensor, tokens: tuple[Tensor, ...], parents: Tensor, metadata: StateMetadata, spec: StateSpec
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return the states to go on from, of which the last token's is last, and the tokens' updates and outputs, fp32
+    [R, Q, num_value_heads, value_dim] each. tokens: q, key, value, decay and beta [R, Q, ...]"""
+    q, key, value, decay, beta = tokens
+    after, updates, outputs, factor = [state], [], [], factors(decay)
+    for i in range(metadata.max_query_len):
+        before = after[-1] if metadata.tree_masks is None else _take(torch.stack(after, 1), parents[:, i] + 1)
+        head, query = (part[:, i].repeat_interleave(spec.group_size, 1)[..., None] for part in (key, q))
+        kept, update = before * factor[:, i], value[:, i]
+        if spec.recurrence.rule.subtracts:
+            update = update - (head * kept).sum(2)
+        updates.append(beta[:, i, :, None] * update)
+        if metadata.tree_masks is None:
+            after = []
+        after.append(kept + head * updates[-1][:, :, None])
+        outputs.append((query * after[-1]).sum(2))
+    return after, torch.stack(updates, 1), torch.stack(outputs, 1)
 
 
 def _tokens_of_rows(metadata: StateMetadata, plan: StepPlan) -> tuple[Tensor, Tensor]:
@@ -98,7 +119,7 @@ def _parents(metadata: StateMetadata, token: Tensor) -> Tensor:
 
 
 def _convolve(x: Tensor, window: Tensor, parents: Tensor, inputs: StateInputs) -> Tensor:
-    """Return SiLU(convolution) of x [R, Q, C] over each token's path, fp32; window [R, W - 1, C] comes before it."""
+    """Return the convolution of x [R, Q, C] over each token's path, fp32; window [R, W - 1, C] comes before it."""
     known, width = torch.cat([window, x], 1).float(), inputs.weight.shape[1]
     # Where the input before each known one is; that before the first is never used.
     earlier = torch.arange(-1, width - 2, device=x.device).expand(len(x), -1)
@@ -108,15 +129,16 @@ def _convolve(x: Tensor, window: Tensor, parents: Tensor, inputs: StateInputs) -
     for column in reversed(range(width)):
         mixed = mixed + _take(known, place) * inputs.weight[:, column].float()
         place = before.gather(1, place)
-    return F.silu(mixed if inputs.bias is None else mixed + inputs.bias.float())
+    return mixed if inputs.bias is None else mixed + inputs.bias.float()
 
 
 def _split(mixed: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q and key [R, Q, H, key_dim], of norm 1 and q also scaled, and value [R, Q, HV, value_dim]."""
-    keys = spec.num_key_heads * spec.key_dim
-    q, key, value = mixed.split([keys, keys, spec.num_value_heads * spec.value_dim], -1)
-    q, key = (_unit(part.unflatten(-1, (spec.num_key_heads, spec.key_dim))) for part in (q, key))
-    return q * spec.key_dim**-0.5, key, value.unflatten(-1, (spec.num_value_heads, spec.value_dim))
+    """Return q and key [R, Q, H, key_dim], and value [R, Q, HV, value_dim]."""
+    keys, value_heads = (spec.num_key_heads, spec.key_dim), (spec.num_value_heads, spec.value_dim)
+    parts = mixed.split([prod(keys), prod(keys), prod(value_heads)], -1)
+    dims = (keys, keys, value_heads)
+    q, key, value = (part.view(*mixed.shape[:2], *each) for part, each in zip(parts, dims, strict=True))
+    return (_unit(q) * spec.key_dim**-0.5, _unit(key), value) if spec.recurrence.rule.normalises else (q, key, value)
 
 
 def _unit(vectors: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.paged import PagedMetadata, PagedViewBuilder
 from builders.spec import AttentionKind, AttentionSpec, SpecError
 from builders.state import StateBuilder, StateMetadata
-from builders.state_spec import Recurrence, StateSpec
+from builders.state_spec import Recurrence, RecurrenceRule, StateSpec
 from builders.tables import RequestTables
 from builders.torch_reference import ReferenceBuilder, ReferenceMetadata
 from builders.triton_mla import TritonMlaBuilder
@@ -42,6 +42,7 @@ __all__ = [
     "PagedMetadata",
     "PagedViewBuilder",
     "Recurrence",
+    "RecurrenceRule",
     "ReferenceBuilder",
     "ReferenceMetadata",
     "RequestTables",

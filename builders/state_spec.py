@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -11,17 +12,51 @@ from builders.errors import type_problems
 from builders.spec import SpecError
 
 
-class Recurrence(str, Enum):
-    """How a state takes in a token, after a depthwise convolution and SiLU over [q | k | v].
+class RecurrenceRule(NamedTuple):
+    """What distinguishes recurrences; see `Recurrence` for the formula."""
 
-    With S [key_dim, value_dim] per value head, q and k of norm 1 (eps 1e-6 under the root), log decay g <= 0:
-    S = exp(g) S; u = beta (v - S^T k); S = S + k u^T; out = S^T q / sqrt(key_dim).
+    has_matrix: bool = True
+    """Otherwise the window of the convolution is all the state, and outputs are what the convolution gives."""
+    activates: bool = True
+    """Whether SiLU follows the convolution."""
+    normalises: bool = True
+    """Whether q and k get norm 1 (eps 1e-6 under the root), and q is divided by sqrt(key_dim)."""
+    subtracts: bool = True
+    """Whether an update is relative to what the state gives for the key already: the delta rule."""
+    decays_by_channel: bool = False
+    """Whether each key channel of a value head has a decay of its own."""
+    skips: bool = False
+    """Whether outputs can include v itself, times a weight per value head."""
+
+
+class Recurrence(str, Enum):
+    """How a state takes in a token, after a depthwise convolution over [q | k | v]; `rule` says what each does of it.
+
+    With S [key_dim, value_dim] per value head and log decay g <= 0:
+    S = exp(g) S; u = beta (v - S^T k); S = S + k u^T; out = S^T q + skip v.
     """
 
     GATED_DELTA = "gated_delta"
     """One decay per value head: the gated delta rule of arXiv 2412.06464 (Qwen3-Next, Qwen3.5)."""
     KDA = "kda"
     """One decay per value head and key channel: Kimi Delta Attention, arXiv 2510.26692."""
+    SSD = "ssd"
+    """Mamba2, arXiv 2405.21060: q is C, k is B, v is x, beta is dt, g is dt A and skip is D; u = beta v."""
+    CONV = "conv"
+    """The convolution alone, over v (LFM2)."""
+
+    @property
+    def rule(self) -> RecurrenceRule:
+        """What this recurrence does of the formula."""
+        return _RULES[self]
+
+
+_RULES = {
+    Recurrence.GATED_DELTA: RecurrenceRule(),
+    Recurrence.KDA: RecurrenceRule(decays_by_channel=True),
+    Recurrence.SSD: RecurrenceRule(normalises=False, subtracts=False, skips=True),
+    Recurrence.CONV: RecurrenceRule(has_matrix=False, activates=False, normalises=False, subtracts=False),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +66,12 @@ class StateSpec:
     Raises SpecError, which lists every problem.
     """
 
-    num_key_heads: int
     num_value_heads: int
     """A multiple of num_key_heads; consecutive value heads share a key head."""
-    key_dim: int
     value_dim: int
+    num_key_heads: int = 0
+    """0 if and only if the recurrence has no matrix, as key_dim."""
+    key_dim: int = 0
     journal: int
     """Tokens that a slot can hold beyond its checkpoint, at least as many as a step has query tokens of a request. A
     longer journal writes the checkpoint less often."""
@@ -54,8 +90,15 @@ class StateSpec:
             raise SpecError("this StateSpec is invalid: " + "; ".join(problems))
 
     def _problems(self) -> list[str]:
-        counts = ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "journal", "conv_width")
+        keys, counts = ["num_key_heads", "key_dim"], ["num_value_heads", "value_dim", "journal", "conv_width"]
+        if self.recurrence.rule.has_matrix:
+            keys, counts = [], keys + counts
         problems = [f"{name} must be at least 1, got {value}" for name in counts if (value := getattr(self, name)) < 1]
+        problems += [
+            f"{name} must be 0 for {self.recurrence.value}, which has no keys, got {value}"
+            for name in keys
+            if (value := getattr(self, name))
+        ]
         if self.num_key_heads > 0 and self.num_value_heads % self.num_key_heads:
             problems.append(
                 f"num_value_heads must be a multiple of num_key_heads, got {self.num_value_heads} and "
@@ -71,7 +114,12 @@ class StateSpec:
     @property
     def group_size(self) -> int:
         """Value heads that share one key head."""
-        return self.num_value_heads // self.num_key_heads
+        return self.num_value_heads // self.num_key_heads if self.num_key_heads else 1
+
+    @property
+    def matrices(self) -> int:
+        """Value heads that have a matrix: all, or none."""
+        return self.num_value_heads if self.recurrence.rule.has_matrix else 0
 
     @property
     def conv_channels(self) -> int:
@@ -81,15 +129,14 @@ class StateSpec:
     @property
     def decay_dims(self) -> tuple[int, ...]:
         """Dims of a token's log decay."""
-        per_channel = self.recurrence is Recurrence.KDA
-        return (self.num_value_heads, self.key_dim) if per_channel else (self.num_value_heads,)
+        return (self.matrices, self.key_dim) if self.recurrence.rule.decays_by_channel else (self.matrices,)
 
     def describe(self) -> str:
         """Return one line for tables and messages."""
+        matrices = [f"{self.num_value_heads}/{self.num_key_heads} heads", f"dim {self.key_dim}/{self.value_dim}"]
         parts = [
             self.recurrence.value,
-            f"{self.num_value_heads}/{self.num_key_heads} heads",
-            f"dim {self.key_dim}/{self.value_dim}",
+            *(matrices if self.recurrence.rule.has_matrix else [f"{self.conv_channels} channels"]),
             f"convolution {self.conv_width}",
             f"journal {self.journal}",
             str(self.dtype).removeprefix("torch."),

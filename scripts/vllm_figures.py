@@ -1,6 +1,6 @@
 """Measure vLLM with its own draft backends and with ours, on the GPUs of one machine: python scripts/vllm_figures.py
 --json reports/h100/vllm.json; or with --engines, whole engines: vLLM beside this library's LLM; or with --contexts,
-over long contexts.
+over long contexts; or with --trained, a trained model.
 
 The models are a Llama of the 8B shape with an EAGLE draft, a Qwen3 of its 8B shape with DFlash and DFlash2, which draft
 a block at once, layers of Qwen3.5 with recurrent states and its MTP layer, and layers of DeepSeek-V3 with its MTP
@@ -30,6 +30,10 @@ With --contexts, vLLM decodes after 1k to 96k tokens that its cache holds alread
 on FlashAttention-2, its default on every card but Hopper and B200: see context_arm.py. On a Hopper card that kernel
 stands in for those cards: it is the same code, on another chip. Its PTX is compiled by the driver, which takes 6
 minutes once; keep CUDA_CACHE_PATH.
+
+With --trained, SmolLM2, which `make smollm2` fetches, answers questions with its own draft, greedily and at temperature
+1, on each backend: see trained_arm.py. Fails if a backend keeps other numbers of drafts than chance explains, or if a
+greedy text leaves that of FLASH_ATTN where its token was no near tie.
 """
 
 from __future__ import annotations
@@ -40,11 +44,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -58,18 +62,17 @@ from scripts.free_places import share
 from scripts.on_gpus import run_on_gpus
 from scripts.only import chosen
 from scripts.script_report import write_report
+from scripts.trained_arm import TrainedArm, trained_agreement, trained_arms, trained_problems
 from scripts.vllm_arm import ROOT, Arm
 from spec_decode.environment import environment
 from spec_decode.files import write_whole
 from spec_decode.source_digests import SourceRecord
 
-SCHEMA, ENGINES_SCHEMA, CONTEXTS_SCHEMA = "attn-vllm/1", "attn-engines/1", "attn-contexts/1"
 ROOTS = (
     *("attn_backends.engines.vllm", "scripts.vllm_arm", "scripts.vllm_worker"),
     *(path.rpartition(".")[0] for path in NAMES.values()),
 )
-ENGINE_ROOTS, CONTEXT_ROOTS = ("spec_decode.llm", "scripts.engine_arm"), ("scripts.context_arm",)
-AnyArm: TypeAlias = Arm | EngineArm | ContextArm
+AnyArm: TypeAlias = Arm | EngineArm | ContextArm | TrainedArm
 BASE, REBUILT, CONTROL = "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
 OURS = ("FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED", "ATTN_BACKENDS_FLASH_ATTN3")
 
@@ -241,7 +244,8 @@ def run_all(
         if found is None:
             skipped.append(arm.name)
         else:
-            speeds = [f"{row['requests']}: {row.get('tokens_per_s', 'left out')}" for row in found["rows"]]
+            shown = ("tokens_per_s", "kept", "left_out")
+            speeds = [f"{row['requests']}: {next(row[n] for n in shown if n in row)}" for row in found["rows"]]
             print(" ".join((arm.name, *speeds)), *found.get("said", ()), sep="\n", flush=True)
         return found
 
@@ -338,12 +342,42 @@ def _engine(found: Mapping[str, Any]) -> tuple[bool, str]:
     return found["arm"]["compiled"], found["arm"]["size"]
 
 
+class Study(NamedTuple):
+    """What is measured, and what its report says.
+
+    roots    modules that it covers, besides ROOTS
+    compare  returns what the report says of the arms together
+    judge    returns every claim that does not hold for the arms' results and for that
+    """
+
+    schema: str
+    arms: Sequence[AnyArm]
+    judge: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], list[str]]
+    roots: tuple[str, ...] = ()
+    compare: Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]] = lambda found: []
+
+
+def study_of(flags: argparse.Namespace, num_gpus: int) -> Study:
+    """Return the study that the command line asks for."""
+    if flags.engines:
+        roots = ("spec_decode.llm", "scripts.engine_arm")
+        return Study("attn-engines/1", engine_arms(), lambda found, _: engine_problems(found), roots)
+    if flags.contexts:
+        return Study(
+            "attn-contexts/1", context_arms(), lambda found, _: context_problems(found), ("scripts.context_arm",)
+        )
+    if flags.trained:
+        return Study("attn-trained/1", trained_arms(), trained_problems, ("scripts.trained_arm",), trained_agreement)
+    return Study("attn-vllm/1", arms(num_gpus), problems, compare=agreement)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="report file to write")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--engines", action="store_true", help="measure vLLM beside this library's LLM")
     kinds.add_argument("--contexts", action="store_true", help="measure vLLM over long contexts")
+    kinds.add_argument("--trained", action="store_true", help="serve SmolLM2 in vLLM on each backend")
     parser.add_argument("--only", action="append", help="pattern of arm names; all by default")
     parser.add_argument("--kept", type=Path, default=ROOT / "build/vllm", help="cache folder")
     parser.add_argument("--minutes", type=float, help="time limit; none by default")
@@ -353,29 +387,24 @@ def main() -> None:
     gpus = list(range(torch.cuda.device_count()))
     if not gpus:
         parser.error("vLLM's figures need a CUDA device, but none was found. Run this on a machine with one.")
-    every: Sequence[AnyArm] = engine_arms() if flags.engines else context_arms() if flags.contexts else arms(len(gpus))
-    roots = (*ROOTS, *(ENGINE_ROOTS if flags.engines else CONTEXT_ROOTS if flags.contexts else ()))
+    study = study_of(flags, len(gpus))
+    every, roots = study.arms, (*ROOTS, *study.roots)
     only = chosen(parser, flags.only, [arm.name for arm in every])
     device = torch.device("cuda")
     env = msgspec.to_builtins(environment(device))
     of = {name: env[name] for name in MACHINE} | {"sources": SourceRecord.of({"": roots}).modules}
     selected = [arm for arm in every if arm.name in only]
     found, skipped = run_all(selected, gpus, Kept(flags.kept, of), seconds=flags.minutes and flags.minutes * 60)
-    content: dict[str, Any]
-    if flags.engines:
-        schema, messages, content = ENGINES_SCHEMA, engine_problems(found), {}
-    elif flags.contexts:
-        schema, messages, content = CONTEXTS_SCHEMA, context_problems(found), {}
-    else:
-        compared = agreement(found)
-        schema, messages, content = SCHEMA, problems(found, compared), {"agreement": compared}
+    compared = study.compare(found)
+    messages = study.judge(found, compared)
     for each in found:
         for row in each["rows"]:
             # Exact arms have thousands of tokens each; the agreement summarises them.
-            for tokens in ("texts", "drafts"):
+            for tokens in ("texts", "drafts", "margins"):
                 row.pop(tokens, None)
-    content = {"arms": found, **content, "problems": messages, "finished": not skipped}
-    write_report(flags.json, schema, device, roots, **content)
+    agreed = {"agreement": compared} if compared else {}
+    content = {"arms": found, **agreed, "problems": messages, "finished": not skipped}
+    write_report(flags.json, study.schema, device, roots, **content)
     print(*messages, *(f"skipped for lack of time: {name}" for name in skipped), sep="\n")
     raise SystemExit(bool(messages))
 

@@ -16,7 +16,7 @@ from spec_decode.conformance.coverage import MEMORY, REFUSALS, column, of_state,
 from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.state_fixture import StateFixture
 from spec_decode.testing.state_oracle import Text
-from spec_decode.testing.state_subject import JOURNALS, QUERY, RESERVE, StateSubject
+from spec_decode.testing.state_subject import JOURNALS, QUERY, RESERVE, StateSubject, varied
 
 check = Family("state", covers=of_state("mode:verify"), of=StateSubject)
 
@@ -25,8 +25,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "long_journal": {"journal": JOURNALS[-2]},
     "fp16": {"dtype": torch.float16},
     "bf16": {"dtype": torch.bfloat16},
-    "kda": {"recurrence": Recurrence.KDA},
-    "gated_delta": {"recurrence": Recurrence.GATED_DELTA},
+    **{each.value: {"recurrence": each} for each in Recurrence},
     "one_value_head_per_key": {"num_value_heads": 2},
     "dims_128": {"key_dim": 128, "value_dim": 128, "num_key_heads": 1, "num_value_heads": 1},
     "conv_width_2": {"conv_width": 2},
@@ -43,7 +42,7 @@ def _specs(*variants: str, **changes: Any) -> Cases:
     def generate(subject: StateSubject) -> Iterator[tuple[str, StateSpec]]:
         base = subject.base_spec()
         for name in variants:
-            spec = replace(base, **{**_VARIANTS[name], **changes})
+            spec = varied(base, **_VARIANTS[name], **changes)
             if name == "base" or spec != base:
                 yield name, spec
 
@@ -95,7 +94,9 @@ def rejected_tokens_leave_nothing(subject: StateSubject, spec: StateSpec) -> Mea
     return fixture.measured
 
 
-@check("the convolution's window ends at the last verified token", _specs("base", "long_journal", "conv_width_2"))
+@check(
+    "the convolution's window ends at the last verified token", _specs("base", "long_journal", "conv_width_2", "conv")
+)
 def windows_roll_back(subject: StateSubject, spec: StateSpec) -> Measurements:
     fixture = _admitted(subject, spec)
     for accepted in (0, 1, 0):
@@ -165,7 +166,7 @@ def steps_of_any_length_follow(subject: StateSubject, spec: StateSpec) -> Measur
 
 @check(
     "a prompt in chunks of any sizes gives the state of the whole, and steps follow it",
-    _specs("base", "kda", "conv_width_2"),
+    _specs("base", "kda", "ssd", "conv", "conv_width_2"),
     covers=of_state("mode:prefill", "mode:extend"),
 )
 def prompts_in_chunks_equal_one(subject: StateSubject, spec: StateSpec) -> Measurements:
@@ -196,7 +197,8 @@ def snapshots_are_independent(subject: StateSubject, spec: StateSpec) -> Measure
 
 
 @check(
-    "tokens of a tree follow their ancestors, and the accepted path remains", _specs("base", "long_journal", tree=True)
+    "tokens of a tree follow their ancestors, and the accepted path remains",
+    _specs("base", "long_journal", "ssd", "conv", tree=True),
 )
 def trees_follow_the_path(subject: StateSubject, spec: StateSpec) -> Measurements:
     fixture = _admitted(subject, spec)
@@ -281,7 +283,7 @@ def graph_replays_over_other_batches(subject: StateSubject, spec: StateSpec) -> 
 def _claims_bits(subject: StateSubject) -> Iterator[tuple[str, StateSpec]]:
     if StateFeature.BITWISE_ROLLBACK not in subject.backend.capabilities.features:
         raise Unsupported("does not claim that a rollback keeps bits")
-    yield from _specs("base", "long_journal", "kda")(subject)
+    yield from _specs("base", "long_journal", "kda", "ssd")(subject)
 
 
 @check(
@@ -311,9 +313,11 @@ def _unclaimed(subject: StateSubject) -> Iterable[tuple[str, StateSpec]]:
     able, base = subject.backend.capabilities, subject.base_spec()
     yield "float64", replace(base, dtype=torch.float64)
     yield "state_float64", replace(base, state_dtype=torch.float64)
-    yield from ((each.value, replace(base, recurrence=each)) for each in Recurrence if each not in able.recurrences)
-    sizes = {"key_dim": able.key_dims, "value_dim": able.value_dims, "journal": able.journals}
-    for field, served in (*sizes.items(), ("conv_width", able.conv_widths)):
+    yield from ((each.value, varied(base, recurrence=each)) for each in Recurrence if each not in able.recurrences)
+    sizes = {"journal": able.journals, "conv_width": able.conv_widths}
+    if base.matrices:
+        sizes |= {"key_dim": able.key_dims, "value_dim": able.value_dims}
+    for field, served in sizes.items():
         beyond = [size for size in (1, 7, 48, 257, 1024) if size not in served]
         for size in beyond:
             change: dict[str, Any] = {field: size}
@@ -346,12 +350,14 @@ def unclaimed_is_refused(subject: StateSubject, spec: StateSpec) -> None:
 def bad_tensors_never_reach_a_kernel(subject: StateSubject, spec: StateSpec) -> None:
     fixture = _admitted(subject, spec)
     fixture.verify({4: 1}, "a step")
-    tokens, (weight, bias), metadata = fixture.tokens(4 * QUERY), fixture.device_weights[0], fixture.last
+    tokens, weights, metadata = fixture.tokens(4 * QUERY), fixture.device_weights[0], fixture.last
     assert metadata is not None
-    x, decay, beta = (part[0].to(subject.device) for part in tokens)
-    good = StateInputs(x, decay, beta, weight, bias)
-    wrong = [good._replace(**{name: part.double()}) for name, part in good._asdict().items()]
-    wrong += [good._replace(**{name: part[:-1]}) for name, part in good._asdict().items()]
+    good = StateInputs(*(part[0].to(subject.device) for part in tokens), *weights)
+    given = {name: part for name, part in good._asdict().items() if part is not None}
+    wrong = [good._replace(**{name: part.double()}) for name, part in given.items()]
+    wrong += [good._replace(**{name: part[:-1]}) for name, part in given.items()]
+    if good.skip is None:
+        wrong.append(good._replace(skip=torch.zeros(spec.num_value_heads, device=subject.device)))
     cache = fixture.caches[0]
     misfits = [replace(cache, state=cache.state[..., :-1]), replace(cache, key=cache.key.double())]
     before = fixture.content(4)
@@ -360,7 +366,8 @@ def bad_tensors_never_reach_a_kernel(subject: StateSubject, spec: StateSpec) -> 
             subject.backend.forward(inputs, own, metadata, spec=spec)
         except BatchError:
             continue
-        got = {name: (part.dtype, list(part.shape)) for name, part in inputs._asdict().items()}
+        parts = inputs._asdict().items()
+        got = {name: (part.dtype, list(part.shape)) for name, part in parts if part is not None}
         raise CheckFailure(contract="bad input never reaches a kernel", expected="BatchError", got=f"a result of {got}")
     _expect_same([before], [fixture.content(4)], "a slot after rejected calls")
 

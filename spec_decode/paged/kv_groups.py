@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected, StateBackend, select
+from attn_backends.state_cache import bytes_of_slot
 from builders import (
     AttentionKind,
     AttentionSpec,
@@ -25,7 +26,7 @@ from builders import (
 from builders.errors import require
 from spec_decode.model_api import DraftModel, LayerGroup, TargetModel, batch_invariance
 from spec_decode.paged.metadata_plan import GroupFacts
-from spec_decode.paged.state_group import StateGroup, bytes_of_slot
+from spec_decode.paged.state_group import StateGroup
 
 BackendChoice: TypeAlias = (
     AttentionBackend | Mapping[str, AttentionBackend | StateBackend] | Callable[[LayerGroup], AttentionBackend]

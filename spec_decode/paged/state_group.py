@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 
@@ -53,11 +52,3 @@ class StateGroup:
     def move_accepted(self, metadata: StateMetadata, path: torch.Tensor) -> None:
         """Keep a verified tree's accepted path, int64 [size, K]; see `StateBackend.move_accepted`."""
         self.backend.move_accepted(list(self.caches.values()), metadata, path, spec=self.spec)
-
-
-def bytes_of_slot(spec: StateSpec) -> int:
-    """Return what a slot of one layer takes; see `StateCache`."""
-    entry = spec.num_key_heads * spec.key_dim + spec.num_value_heads * spec.value_dim + prod(spec.decay_dims)
-    rows = spec.conv_width - 1 + spec.journal
-    state = spec.num_value_heads * spec.key_dim * spec.value_dim * spec.state_dtype.itemsize
-    return state + spec.journal * entry * torch.float32.itemsize + rows * spec.conv_channels * spec.dtype.itemsize

@@ -54,12 +54,8 @@ class StateFixture:
         self.builder = self.backend.builder(spec, self.device, **bounds)
         self.caches = self.backend.allocate_state(spec, LAYERS, slots, self.device)
         self.lengths = self.caches[0].lengths
-        shapes = (spec.conv_channels, spec.conv_width), (spec.conv_channels,)
-        self.weights = [
-            LayerWeights(*(0.5 * torch.randn(shape, generator=self.generator).to(spec.dtype) for shape in shapes))
-            for _ in range(LAYERS)
-        ]
-        self.device_weights = [[part.to(self.device) for part in own] for own in self.weights]
+        self.weights = [self._draw_weights() for _ in range(LAYERS)]
+        self.device_weights = [[None if part is None else part.to(self.device) for part in own] for own in self.weights]
         self.texts: dict[int, Text] = {}
         self.measured: Measurements = {"error_over_budget": 0.0}
         self.last: StateMetadata | None = None
@@ -77,14 +73,21 @@ class StateFixture:
                     part[slot] = torch.nan
             self.lengths.base[slot], self.lengths.held[slot] = 5, min(3, self.spec.journal)
 
+    def _draw_weights(self) -> LayerWeights:
+        draw, spec = self.generator, self.spec
+        shapes = (spec.conv_channels, spec.conv_width), (spec.conv_channels,)
+        weight, bias = (0.5 * torch.randn(shape, generator=draw).to(spec.dtype) for shape in shapes)
+        skips = spec.recurrence.rule.skips
+        return LayerWeights(weight, bias, torch.randn(spec.num_value_heads, generator=draw) if skips else None)
+
     def tokens(self, count: int) -> Tokens:
         """Draw inputs, with decays from slow to fast."""
         draw, spec = self.generator, self.spec
-        rates = torch.logspace(-3, 0, spec.num_value_heads).view(-1, *(1,) * (len(spec.decay_dims) - 1))
+        rates = torch.logspace(-3, 0, spec.matrices).view(-1, *(1,) * (len(spec.decay_dims) - 1))
         return Tokens(
             torch.randn(LAYERS, count, spec.conv_channels, generator=draw).to(spec.dtype),
             -rates * torch.rand(LAYERS, count, *spec.decay_dims, generator=draw),
-            torch.rand(LAYERS, count, spec.num_value_heads, generator=draw),
+            torch.rand(LAYERS, count, spec.matrices, generator=draw),
         )
 
     def admit(self, slot: int, *chunks: int | Tokens) -> None:
@@ -174,7 +177,7 @@ class StateFixture:
         sizes = (
             (spec.conv_channels,),
             spec.decay_dims,
-            (spec.num_value_heads,),
+            (spec.matrices,),
             (spec.num_value_heads, spec.value_dim),
         )
         dtypes = (spec.dtype, torch.float32, torch.float32, spec.dtype)

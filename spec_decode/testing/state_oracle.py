@@ -9,14 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from builders import StateSpec
+from builders import Recurrence, StateSpec
 
 
 class LayerWeights(NamedTuple):
-    """A layer's convolution on the CPU: weight [channels, W] and bias [channels]."""
+    """A layer's weights on the CPU, as in `StateInputs`."""
 
     weight: Tensor
     bias: Tensor
+    skip: Tensor | None
 
 
 class Tokens(NamedTuple):
@@ -41,26 +42,37 @@ class SequentialState:
     def __init__(self, spec: StateSpec, weights: LayerWeights, dtype: torch.dtype) -> None:
         self.spec, self.weights, self.dtype = spec, weights, dtype
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.state = torch.zeros(spec.num_value_heads, spec.key_dim, spec.value_dim, dtype=self.wide)
+        self.state = torch.zeros(spec.matrices, spec.key_dim, spec.value_dim, dtype=self.wide)
         empty = torch.zeros(spec.conv_channels, dtype=self.wide)
         self.window = deque([empty] * (spec.conv_width - 1), maxlen=spec.conv_width - 1)
 
     def after(self, x: Tensor, decay: Tensor, beta: Tensor) -> tuple[SequentialState, Tensor]:
         """Return the state after one more token, and the token's output [num_value_heads, value_dim]."""
         spec, new = self.spec, SequentialState(self.spec, self.weights, self.dtype)
-        x, decay, beta, weight, bias = (part.to(self.wide) for part in (x, decay, beta, *self.weights))
+        x, decay, beta, weight, bias = (part.to(self.wide) for part in (x, decay, beta, *self.weights[:2]))
         inputs = [*self.window, x]
         new.window.extend(inputs)
-        total = bias + sum(part * weight[:, column] for column, part in enumerate(inputs))
-        mixed = (total * torch.sigmoid(total)).to(self.dtype).to(self.wide)
-        of_key = torch.arange(spec.num_value_heads) // spec.group_size
+        mixed = bias + sum(part * weight[:, column] for column, part in enumerate(inputs))
+        if spec.recurrence is not Recurrence.CONV:
+            mixed = mixed * torch.sigmoid(mixed)
+        mixed = mixed.to(self.dtype).to(self.wide)
         keys = spec.num_key_heads * spec.key_dim
-        query, key = (self._unit(mixed[at : at + keys].view(-1, spec.key_dim))[of_key] for at in (0, keys))
         value = mixed[2 * keys :].view(-1, spec.value_dim)
+        if spec.recurrence is Recurrence.CONV:
+            return new, value.to(self.dtype)
+        of_key = torch.arange(spec.num_value_heads) // spec.group_size
+        query, key = (mixed[at : at + keys].view(-1, spec.key_dim)[of_key] for at in (0, keys))
         kept = torch.einsum("hk,hkv->hkv", decay.exp().view(spec.num_value_heads, -1).expand_as(key), self.state)
-        error = value - torch.einsum("hkv,hk->hv", kept, key)
-        new.state = kept + torch.einsum("h,hk,hv->hkv", beta, key, error)
-        output = torch.einsum("hkv,hk->hv", new.state, query) / spec.key_dim**0.5
+        if spec.recurrence is Recurrence.SSD:
+            new.state = kept + torch.einsum("h,hk,hv->hkv", beta, key, value)
+            output = torch.einsum("hkv,hk->hv", new.state, query)
+        else:
+            query, key = self._unit(query) / spec.key_dim**0.5, self._unit(key)
+            error = value - torch.einsum("hkv,hk->hv", kept, key)
+            new.state = kept + torch.einsum("h,hk,hv->hkv", beta, key, error)
+            output = torch.einsum("hkv,hk->hv", new.state, query)
+        if self.weights.skip is not None:
+            output = output + self.weights.skip.to(self.wide)[:, None] * value
         if self.dtype != torch.float64:
             new.state = new.state.to(spec.state_dtype).to(self.wide)
         return new, output.to(self.dtype)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
 
 from attn_backends import Rejected, StateBackend
-from builders import StateSpec
+from builders import Recurrence, StateSpec
 from spec_decode.testing.outcome import Unsupported
 
 QUERY = 4
@@ -45,15 +45,16 @@ class StateSubject:
         widths = (4, able.conv_widths.smallest)
         choices = product(able.recurrences, dtypes, able.state_dtypes, _DIMS, (4, 2), widths, JOURNALS)
         for recurrence, dtype, state_dtype, (key_dim, value_dim), heads, width, journal in choices:
-            fields: dict[str, Any] = {"dtype": dtype, "state_dtype": state_dtype, "conv_width": width}
+            keys: Any = _keys(recurrence, 2, key_dim)
             spec = StateSpec(
-                num_key_heads=2,
                 num_value_heads=heads,
-                key_dim=key_dim,
                 value_dim=value_dim,
                 journal=journal,
                 recurrence=recurrence,
-                **fields,
+                conv_width=width,
+                dtype=dtype,
+                state_dtype=state_dtype,
+                **keys,
             )
             answer = self.backend.supports(spec, self.device)
             if not isinstance(answer, Rejected):
@@ -66,3 +67,16 @@ class StateSubject:
         answer = self.backend.supports(spec, self.device)
         if isinstance(answer, Rejected):
             raise Unsupported("; ".join(answer.reasons))
+
+
+def varied(spec: StateSpec, **changes: Any) -> StateSpec:
+    """Return the spec with these fields changed; another recurrence brings keys along, or leaves them out."""
+    fields = {name: getattr(spec, name) for name in ("recurrence", "num_key_heads", "key_dim")} | changes
+    keys = _keys(fields["recurrence"], fields["num_key_heads"] or 2, fields["key_dim"] or spec.value_dim)
+    return replace(spec, **{**changes, **keys})
+
+
+def _keys(recurrence: Recurrence, heads: int, dim: int) -> dict[str, int]:
+    return (
+        {"num_key_heads": heads, "key_dim": dim} if recurrence.rule.has_matrix else {"num_key_heads": 0, "key_dim": 0}
+    )

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 from transformers import Qwen3_5TextConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
+from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
@@ -74,6 +75,19 @@ def test_recurrence_equals_transformers(recurrence, reference):
     found, _ = slots.backend.read(slots.cache, torch.tensor([1]), torch.tensor([12]))
     torch.testing.assert_close(out, wanted[0])
     torch.testing.assert_close(found[0], state[0])
+
+
+def test_ssd_equals_transformers():
+    spec = replace(SPEC, recurrence=Recurrence.SSD, conv_width=1)
+    slots, inputs, rate = Slots(spec), inputs_of(spec, 12), torch.tensor([-0.1, -0.5, -1.0, -2.0])
+    inputs = inputs._replace(decay=inputs.beta * rate, skip=torch.randn(4))
+    out = slots.step(inputs, [1], [12], [12], absorb=True)
+    mixed = F.silu(inputs.x * inputs.weight[:, 0] + inputs.bias)[None]
+    c, b, x = (mixed[..., 32 * at :][..., :32].unflatten(-1, (heads, -1)) for at, heads in enumerate((2, 2, 4)))
+    wanted, state = mamba2_chunk_scan(x, inputs.beta[None], rate, b, c, 5, D=inputs.skip, return_final_states=True)
+    found, _ = slots.backend.read(slots.cache, torch.tensor([1]), torch.tensor([12]))
+    torch.testing.assert_close(out, wanted[0])
+    torch.testing.assert_close(found[0], state[0].mT)
 
 
 @torch.no_grad()
@@ -173,6 +187,12 @@ def test_rejection_lists_every_reason():
         "has no grouped_keys",
         "has no tree",
     )
+
+
+def test_skip_is_refused_where_outputs_have_none():
+    slots, inputs = Slots(SPEC), inputs_of(SPEC, 3)
+    with pytest.raises(BatchError, match="skip must be None for gated_delta"):
+        slots.step(inputs._replace(skip=torch.zeros(4)), [1], [3], [3])
 
 
 @pytest.mark.parametrize(("layers", "slots", "words"), [(0, 3, "got 0 and 3"), (1, 0, "got 1 and 0"), (1, 2.0, "2.0")])

@@ -1,12 +1,16 @@
 import pytest
 import torch
 
-from builders import BatchBuffers, BatchError, RequestTables, SpecError, StateBuilder, StateSpec
+from builders import BatchBuffers, BatchError, Recurrence, RequestTables, SpecError, StateBuilder, StateSpec
 from tests.factories import CPU
 
 SIZES = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 16, "value_dim": 8, "journal": 8}
 BROKEN = {
     "no key heads": ({"num_key_heads": 0}, "num_key_heads must be at least 1, got 0"),
+    "keys without a matrix": (
+        {"recurrence": Recurrence.CONV, "num_key_heads": 0},
+        "key_dim must be 0 for conv, which has no keys, got 16",
+    ),
     "no journal": ({"journal": 0}, "journal must be at least 1, got 0"),
     "no convolution": ({"conv_width": 0}, "conv_width must be at least 1, got 0"),
     "heads do not group": ({"num_value_heads": 3}, "must be a multiple of num_key_heads, got 3 and 2"),

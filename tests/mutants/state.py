@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_backends import Accepted, StateCache, StateInputs, StateLengths, StepPlan
 from attn_backends.state_cache import allocate_caches, replayed
 from attn_backends.torch_state import TorchState
-from builders import AttentionBatch, StateBuilder, StateMetadata, StateSpec
+from builders import AttentionBatch, Recurrence, StateBuilder, StateMetadata, StateSpec
 from tests.mutants.mutant import backend
 
 
@@ -20,6 +20,36 @@ from tests.mutants.mutant import backend
 class ReplaysWithoutDecay(TorchState):
     def replay(self, cache: StateCache, plan: StepPlan) -> tuple[Tensor, Tensor]:
         return super().replay(replace(cache, decay=torch.zeros_like(cache.decay)), plan)
+
+
+@backend("state.steps_mean_a_sequential_run", cases="kda")
+class AveragesTheDecayOfChannels(TorchState):
+    def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
+        if spec.recurrence.rule.decays_by_channel:
+            mean = inputs.decay.mean(-1, keepdim=True)
+            inputs = inputs._replace(decay=mean.expand_as(inputs.decay).contiguous())
+        return super().forward(inputs, cache, metadata, spec=spec)
+
+
+@backend("state.steps_mean_a_sequential_run", cases="ssd")
+class TakesMamba2ForADeltaRule(TorchState):
+    def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
+        if spec.recurrence is Recurrence.SSD:
+            spec, inputs = replace(spec, recurrence=Recurrence.GATED_DELTA), inputs._replace(skip=None)
+        return super().forward(inputs, cache, metadata, spec=spec)
+
+
+@backend("state.steps_mean_a_sequential_run", cases="ssd")
+class LeavesOutTheSkip(TorchState):
+    def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
+        return super().forward(inputs._replace(skip=None), cache, metadata, spec=spec)
+
+
+@backend("state.steps_mean_a_sequential_run", cases="conv")
+class ActivatesShortConvolutions(TorchState):
+    def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
+        out = super().forward(inputs, cache, metadata, spec=spec)
+        return out if spec.recurrence.rule.has_matrix else torch.nn.functional.silu(out)
 
 
 @backend("state.steps_go_on")
@@ -192,5 +222,5 @@ class AllocatesForAnySpec(TorchState):
 @backend("state.bad_tensors_never_reach_a_kernel")
 class CastsInputs(TorchState):
     def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
-        x, decay, beta, weight, bias = (None if part is None else part.float() for part in inputs)
-        return super().forward(StateInputs(x, decay, beta, weight, bias), cache, metadata, spec=spec)
+        cast: Any = (None if part is None else part.float() for part in inputs)
+        return super().forward(StateInputs(*cast), cache, metadata, spec=spec)

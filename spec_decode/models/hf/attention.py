@@ -150,8 +150,8 @@ def _refuse_unsupported_attention(
 def unserved(reason: str) -> UnservedModel:
     """Return the error for an unsupported model; `reason` says which part of it does what."""
     return UnservedModel(
-        "a target's layers must use causal softmax attention over their own keys and values, or the gated delta rule, "
-        f"and mix tokens in no other way: {reason}. Use another model."
+        "a target's layers must use causal softmax attention over their own keys and values, or a recurrence that is "
+        f"served, and mix tokens in no other way: {reason}. Use another model."
     )
 
 

@@ -28,14 +28,17 @@ from spec_decode.models.checkpoints.files import CheckpointError, is_finite
 from spec_decode.models.decoder import check_aux_layers
 from spec_decode.models.hf.attention import ATTENTION_NAME, serving, unserved
 from spec_decode.models.hf.hidden_states import capturing, set_hooks
-from spec_decode.models.hf.state_layers import LINEAR_ATTENTION, STATE_LAYERS, state_layers, wrap
+from spec_decode.models.hf.state_kinds import STATE_KINDS
+from spec_decode.models.hf.state_layers import STATE_LAYER_TYPES, state_layers, wrap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PROBE_TOKENS = 2
 S = TypeVar("S", AttentionSpec, StateSpec)
-_SERVED_LAYER_TYPES = ("full_attention", "sliding_attention")
+_ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention")
+_TOKENWISE_LAYER_TYPES = ("mlp", "moe")
+"""Layers of a feed-forward alone."""
 _LOGIT_FIELDS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 """Config fields that change logits: Cohere multiplies, Granite divides, Gemma caps."""
 _LARGER = {torch.float16: "Load it in bfloat16 or float32", torch.bfloat16: "Load it in float32"}
@@ -78,7 +81,7 @@ class TransformersTarget(TargetModel):
         model.set_attn_implementation(ATTENTION_NAME)
         if self.config._attn_implementation != ATTENTION_NAME:
             raise unserved(f"{type(model).__name__} does not use the library's attention interface")
-        wrap(state_layers(model))
+        wrap(state_layers(model), self.hidden_size)
         self._probe()
         if self.aux_hidden_state_layers is not None:
             set_hooks(self._decoder, self.num_layers, self.aux_hidden_state_layers)
@@ -184,10 +187,14 @@ class TransformersTarget(TargetModel):
         mask_window = self._mask_window() if not types else None
         for layer in sorted(requested.keys() | set(range(self.num_layers))):
             specs = requested.get(layer, [])
-            if len(specs) != 1:
-                raise unserved(f"layer {layer} called attention {len(specs)} times in a forward, not once")
-            kind, recurs = types.get(layer), isinstance(specs[0], StateSpec)
-            if kind and (kind == LINEAR_ATTENTION) != recurs:
+            kind = types.get(layer)
+            if len(specs) != (kind not in _TOKENWISE_LAYER_TYPES):
+                expected = "at all" if specs and kind in _TOKENWISE_LAYER_TYPES else "once"
+                raise unserved(f"layer {layer} called attention {len(specs)} times in a forward, not {expected}")
+            if not specs:
+                continue
+            recurs = isinstance(specs[0], StateSpec)
+            if kind and (kind in STATE_LAYER_TYPES) != recurs:
                 raise unserved(
                     f"layer {layer} is of type {kind}, but calls {'a recurrence' if recurs else 'attention'}"
                 )
@@ -283,6 +290,10 @@ def _refuse_non_finite(model: PreTrainedModel) -> None:
         )
 
 
+def _has_convolution(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
+
+
 def _refuse_unsupported_architectures(model: PreTrainedModel, config: Any) -> None:
     """Raise UnservedModel for properties that no layer's attention call would reveal."""
     name = type(model).__name__
@@ -290,13 +301,15 @@ def _refuse_unsupported_architectures(model: PreTrainedModel, config: Any) -> No
         raise unserved(f"{name} is an encoder-decoder")
     wrapped = state_layers(model)
     if getattr(model, "_is_stateful", False) and not wrapped:
+        convolved = {type(module).__name__ for module in model.modules() if _has_convolution(module)}
         raise unserved(
-            f"{name} keeps state other than keys and values (recurrent, convolutional or compressed), in layers of "
-            f"other classes than {', '.join(STATE_LAYERS)}"
+            f"{name} keeps state other than keys and values (recurrent, convolutional or compressed) in its layers "
+            f"({', '.join(sorted(convolved)) or 'without convolutions'}); those served are {', '.join(STATE_KINDS)}"
         )
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in _SERVED_LAYER_TYPES and not (kind == LINEAR_ATTENTION and layer in wrapped):
-            raise unserved(f"layer {layer} of {name} is of type {kind}, not {' or '.join(_SERVED_LAYER_TYPES)}")
+        served = (*_ATTENTION_LAYER_TYPES, *_TOKENWISE_LAYER_TYPES, *STATE_LAYER_TYPES * (layer in wrapped))
+        if kind not in served:
+            raise unserved(f"layer {layer} of {name} is of type {kind}, not {' or '.join(served)}")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise unserved(f"{name} has no output projection to a vocabulary")
     if not isinstance(getattr(config, "max_position_embeddings", None), int):

@@ -318,6 +318,26 @@ def test_narrow_state_claims_are_unsupported_not_failed() -> None:
     }
 
 
+class Convolutions(TorchState):
+    """Serves no matrices; the limits of their dims say nothing."""
+
+    name, contract_version = "convolutions", (1, 3)
+    capabilities = replace(
+        TorchState.capabilities,
+        recurrences=(Recurrence.CONV,),
+        key_dims=Sizes(among=(512,)),
+        value_dims=Sizes(among=(512,)),
+    )
+
+
+def test_backend_of_convolutions_alone_is_checked() -> None:
+    checks = ["contract.*", *(f"state.{name}*" for name in ("unclaimed", "bad", "trees", "rows", "windows"))]
+    report = check_backend(Convolutions(), device=CPU, checks=checks, report=True)
+
+    refused = {result.reason for result in report.results if result.outcome is Outcome.UNSUPPORTED}
+    assert report.ok and len(refused) == 1 and "recurrence must be conv, got ssd" in str(refused), report.summary()
+
+
 def test_fixture_gives_every_available_backend(attn_backend: object) -> None:
     assert attn_backend in [get(name) for name in ("torch_reference", "triton_paged", "sparse_swa_mla", "triton_mla")]
 

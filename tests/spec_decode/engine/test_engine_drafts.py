@@ -76,7 +76,10 @@ OF_A_SHAPE = ("a chain", "short of pages", "a fixed tree", "modules", "a block o
 graph or in another. It has three rows, the others two, and one request more."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+OFTEN = (*OF_A_SHAPE, "a tree", "a block", "a tree of a block", "sure tokens only")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.slow) for k in KINDS])
 def test_every_graph_layout_gives_same_text(kind, monkeypatch):
     """One graph, two or none; greedy texts are also those of plain decoding."""
     name, options = KINDS[kind]

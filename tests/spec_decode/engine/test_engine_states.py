@@ -1,5 +1,7 @@
 """An engine over a target with recurrent layers: slots, rollback, preemption, and states that are lost."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from spec_decode.models.load import load_draft
 from spec_decode.paged import GraphMode
 from spec_decode.trees import DraftTree
 from tests.factories import engine_config, make_request
-from tests.spec_decode.engine.hybrid_helpers import NEW, PROMPTS, VOCAB, make_model, wanted
+from tests.spec_decode.engine.hybrid_helpers import FAMILIES, NEW, PROMPTS, VOCAB, make_model, wanted
 from tests.spec_decode.models.generated import make_causal
 
 FAMILY = "Qwen3_5TextConfig"
@@ -21,10 +23,19 @@ TREE = DraftTree((0, 0, 1, 1, 2, 3))
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    folder, target = tmp_path_factory.mktemp("draft"), TransformersTarget(make_model(FAMILY))
-    make_causal(vocab_size=VOCAB, max_position_embeddings=96).write(folder)
-    return target, load_draft(folder, target, dtype=torch.float32)
+def pair_of(tmp_path_factory):
+    @cache
+    def pair(family):
+        folder, target = tmp_path_factory.mktemp(family), TransformersTarget(make_model(family))
+        make_causal(vocab_size=VOCAB, max_position_embeddings=96).write(folder)
+        return target, load_draft(folder, target, dtype=torch.float32)
+
+    return pair
+
+
+@pytest.fixture
+def pair(pair_of):
+    return pair_of(FAMILY)
 
 
 def make_engine(pair, *, backend=None, **options):
@@ -39,16 +50,34 @@ def generate(engine, **options):
     return [found.token_ids for found in engine.generate(asked, **options)]
 
 
+OPTIONS = {
+    "plain": {"num_speculative_tokens": 0},
+    "draft": {},
+    "few pages": {"num_pages": 14},
+    "tree, few pages": {"num_pages": 18, "tree": TREE},
+}
+OFTEN = {
+    FAMILY: [*OPTIONS],
+    "Lfm2Config": [*OPTIONS][2:],
+    "NemotronHConfig": [*OPTIONS][3:],
+    "KimiLinearConfig": [*OPTIONS][3:],
+}
+
+
 @pytest.mark.parametrize(
-    "mode",
-    [GraphMode.FULL, *(pytest.param(each, marks=pytest.mark.slow) for each in (GraphMode.NONE, GraphMode.PIECEWISE))],
+    ("family", "mode", "options"),
+    [
+        pytest.param(family, mode, options, marks=() if often else pytest.mark.slow)
+        for family in FAMILIES
+        for mode in GraphMode
+        for options in OPTIONS
+        if (often := mode is GraphMode.FULL and options in OFTEN.get(family, ())) or family in OFTEN
+    ],
 )
-@pytest.mark.parametrize(
-    "options", [{"num_speculative_tokens": 0}, {}, {"num_pages": 14}, {"num_pages": 18, "tree": TREE}], ids=str
-)
-def test_greedy_texts_match_those_of_transformers(pair, mode, options):
-    engine = make_engine(pair, graph_mode=mode, **options)
-    assert generate(engine) == wanted(FAMILY)
+def test_greedy_texts_match_those_of_transformers(pair_of, family, mode, options):
+    options = OPTIONS[options]
+    engine = make_engine(pair_of(family), graph_mode=mode, **options)
+    assert generate(engine) == wanted(family)
     stats = engine.stats
     assert stats.lost_states == 0 and (stats.preemptions > 0) == ("num_pages" in options)
     assert (stats.accepted > 0) == (engine.config.num_speculative_tokens > 0)

@@ -24,6 +24,10 @@ WAYS = {
     "batch-invariant": {**GRAPHS, "batch_invariant": True},
     "preempted": {**GRAPHS, "num_pages": 26, "page_size": 1},
 }
+SOME_WAYS = [
+    pytest.param(way, marks=() if way in ("plain", "drafted in graphs", "in trees", "preempted") else pytest.mark.slow)
+    for way in WAYS
+]
 EVERY = range(PAIR[0].vocab_size)
 make_engine = partial(engine_helpers.make_engine, max_model_len=40)
 
@@ -108,7 +112,7 @@ def test_text_draws_no_stop_token_before_min_tokens(way):
     assert (engine.stats.preemptions > 0) == (way == "preempted")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SOME_WAYS)
 def test_logit_bias_is_added_at_every_token(way):
     biases = [{3: 2.0, 5: -1e30}, None, dict.fromkeys(EVERY[::2], -5.0), {}, {7: 1e30}, {0: 1.0, 23: 0.5}]
     asked = [
@@ -118,7 +122,7 @@ def test_logit_bias_is_added_at_every_token(way):
     assert found == [greedy(request, biased(request)) for request in asked] and found[4] == [7] * 12
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SOME_WAYS)
 def test_penalties_count_the_tokens_of_prompt_and_text(way):
     asked = [make_request(prompt=[at + 1] * (at % 3 + 1), max_tokens=12, **each) for at, each in enumerate(PENALTIES)]
     engine = make_engine(**WAYS[way])
@@ -160,7 +164,7 @@ def test_biases_and_min_tokens_add_up(monkeypatch):
         make_engine().submit(request)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SOME_WAYS)
 def test_min_tokens_holds_at_any_temperature(way):
     asked = [resampled(request, temperature=0.8, seed=at, top_k=at % 2 * 5) for at, request in enumerate(requests())]
     found = make_engine(**WAYS[way]).generate(asked)

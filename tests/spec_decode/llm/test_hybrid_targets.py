@@ -20,6 +20,7 @@ from tests.spec_decode.engine.hybrid_helpers import (
     PROMPTS,
     SIZES,
     VOCAB,
+    WITH_MTP,
     make_model,
     transformers,
     wanted,
@@ -52,21 +53,39 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         draft = make_causal(vocab_size=VOCAB, max_position_embeddings=96)
         (path / "draft").mkdir()
         draft.write(path / "draft")
-        config = json.loads((path / "config.json").read_text())
-        sizes = {name: SIZES[name] for name in ("vocab_size", "intermediate_size", "num_attention_heads", "head_dim")}
-        sizes |= {"num_key_value_heads": SIZES["num_key_value_heads"], **FAMILIES[family]}
-        layer = make_mtp({**(QWEN_MOE_CONFIG if FAMILIES[family] else QWEN_CONFIG["text_config"]), **sizes, **config})
-        tensors = load_file(path / "model.safetensors") | layer.tensors
-        save_file({name: each.contiguous() for name, each in tensors.items()}, path / "model.safetensors")
-        (path / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+        if family in WITH_MTP:
+            add_mtp(path, family)
         return path
 
     return folder
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+def add_mtp(path: Path, family: str) -> None:
+    config = json.loads((path / "config.json").read_text())
+    sizes = {name: SIZES[name] for name in ("vocab_size", "intermediate_size", "num_attention_heads")}
+    sizes |= {"num_key_value_heads": SIZES["num_key_value_heads"], **FAMILIES[family]}
+    is_moe = "num_experts" in FAMILIES[family]
+    layer = make_mtp({**(QWEN_MOE_CONFIG if is_moe else QWEN_CONFIG["text_config"]), **sizes, **config})
+    tensors = load_file(path / "model.safetensors") | layer.tensors
+    save_file({name: each.contiguous() for name, each in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+
+
+OFTEN = {
+    "Qwen3_5TextConfig": [*SETTINGS],
+    **{family: ["draft in graphs", "tree"] for family in ("Lfm2Config", "NemotronHConfig", "KimiLinearConfig")},
+}
+"""One family of each recurrence; the others, and their other settings, are slow tests."""
+
+
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=pytest.mark.slow if at else ()) for at, each in enumerate(FAMILIES)]
+    ("family", "settings"),
+    [
+        pytest.param(family, settings, marks=() if settings in OFTEN.get(family, ()) else pytest.mark.slow)
+        for family in FAMILIES
+        for settings in SETTINGS
+        if family in WITH_MTP or settings != "own MTP layer"
+    ],
 )
 def test_greedy_texts_match_those_of_transformers(family: str, settings: str, folder_of: Any) -> None:
     folder, options = folder_of(family), dict(SETTINGS[settings])
@@ -78,12 +97,24 @@ def test_greedy_texts_match_those_of_transformers(family: str, settings: str, fo
     assert texts == wanted(family) and stats.lost_states == 0 and (stats.accepted > 0) == ("draft" in options)
 
 
-def test_explain_names_the_state_group(folder_of: Any) -> None:
-    llm = LLM(folder_of("Qwen3NextConfig"), device="cpu")
+SPECS = {
+    "Qwen3NextConfig": "gated_delta, 4/2 heads, dim 8/6, convolution 4, journal 2, float32",
+    "NemotronHConfig": "ssd, 4/2 heads, dim 8/6, convolution 4, journal 2, float32",
+    "GraniteMoeHybridConfig": "ssd, 4/1 heads, dim 8/16, convolution 4, journal 2, float32",
+    "KimiLinearConfig": "kda, 2/2 heads, dim 8/8, convolution 4, journal 2, float32",
+    "OlmoHybridConfig": "gated_delta, 2/2 heads, dim 8/6, convolution 4, journal 2, float32",
+    "Lfm2Config": "conv, 32 channels, convolution 3, journal 2, float32",
+    "Lfm2MoeConfig": "conv, 32 channels, convolution 3, journal 2, float32",
+}
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_explain_names_the_state_group(family: str, folder_of: Any) -> None:
+    llm = LLM(folder_of(family), device="cpu")
     assert llm.backends.target["state"].name == "torch_state"
     lines = [line for line in llm.explain().splitlines() if line.startswith("target [")]
     assert [line.split(": ")[-1] for line in lines] == ["torch_reference", "torch_state"]
-    assert lines[1].startswith("target [gated_delta, 4/2 heads, dim 8/6, convolution 4, journal 2, float32")
+    assert lines[1].startswith(f"target [{SPECS[family]}")
 
 
 def test_changed_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +123,7 @@ def test_changed_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = type(layer).forward
     monkeypatch.setattr(type(layer), "forward", lambda self, x, **_: own(self, x) * (1 + 0.01 * self.layer_idx))
     with pytest.raises(
-        CheckpointError, match=r"layer 2 \(Qwen3_5GatedDeltaNet\) .* rule .*: its outputs differ by up to"
+        CheckpointError, match=r"layer 2 \(Qwen3_5GatedDeltaNet\) .* the recurrence .*: its outputs differ by up to"
     ):
         TransformersTarget(model)
     del layer.in_proj_z
@@ -100,15 +131,46 @@ def test_changed_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         TransformersTarget(model)
 
 
-def test_other_recurrent_layers_are_refused_by_name() -> None:
-    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")}
-    config = transformers.Lfm2Config(**sizes, num_hidden_layers=2, layer_types=["full_attention", "conv"])
-    with pytest.raises(CheckpointError, match="layer 1 of Lfm2ForCausalLM is of type conv"):
-        TransformersTarget(transformers.Lfm2ForCausalLM(config))
-    model = make_model("Qwen3_5TextConfig")
-    model.config.layer_types = ["linear_attention", "linear_attention", "full_attention"]
-    with pytest.raises(CheckpointError, match="layer 1 of Qwen3_5ForCausalLM is of type linear_attention"):
+QWEN, NEMOTRON, LINEAR = "Qwen3_5TextConfig", "NemotronHConfig", "linear_attention"
+
+
+def make_nemotron(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.NemotronHConfig(**SIZES | FAMILIES["NemotronHConfig"] | changes)
+    return transformers.NemotronHForCausalLM(config)
+
+
+def test_activation_other_than_silu_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"layer 0 \(NemotronHMamba2Mixer\) .*: its outputs differ by up to"):
+        TransformersTarget(make_nemotron(mamba_hidden_act="gelu"))
+
+
+def test_limited_steps_of_mamba2_are_served() -> None:
+    assert TransformersTarget(make_nemotron(time_step_min=0.5, time_step_max=0.9)).state_groups(1)
+
+
+LAYER_TYPES = {
+    "wrapped elsewhere": (QWEN, [LINEAR, LINEAR, "full_attention"], "1 of .* is of type linear_attention"),
+    "an unknown type": (QWEN, [LINEAR, "compressed_attention", LINEAR], "1 of .* is of type compressed_attention"),
+    "a recurrence said to attend": (QWEN, ["full_attention"] * 3, "0 is of type full_attention, but calls a recurr"),
+    "attention said to be a feed-forward": (NEMOTRON, [LINEAR, "mlp", "mlp", "moe", LINEAR], "2 called .* not at all"),
+    "a feed-forward said to attend": (NEMOTRON, [LINEAR, *["full_attention"] * 3, LINEAR], "1 called .* 0 times"),
+}
+
+
+@pytest.mark.parametrize(("family", "types", "words"), LAYER_TYPES.values(), ids=LAYER_TYPES)
+def test_layer_of_another_type_is_refused(family: str, types: list[str], words: str) -> None:
+    model = make_model(family)
+    model.config.layer_types = types
+    with pytest.raises(CheckpointError, match=f"layer {words}"):
         TransformersTarget(model)
+
+
+def test_other_recurrent_layers_are_refused_by_name() -> None:
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]}
+    config = transformers.BambaConfig(**SIZES, **sizes, num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=r"BambaForCausalLM keeps .* \(BambaMixer\); .*, Lfm2MoeShortConv"):
+        TransformersTarget(transformers.BambaForCausalLM(config))
 
 
 def test_wrapped_model_serves_again_and_cannot_be_called() -> None:

@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from attn_backends import StateInputs, get, get_state
-from builders import BatchError, StateSpec
+from attn_backends.state_cache import bytes_of_slot
+from builders import BatchError, Recurrence, StateSpec
 from spec_decode.graphs import runtime_for
 from spec_decode.model_api import LayerGroup
 from spec_decode.paged import GraphMode, StepBuffers, build_ragged, make_group, plan_uniform_step
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import CachesTooLarge, make_state_groups
-from spec_decode.paged.state_group import bytes_of_slot
 from tests.factories import CPU, make_spec, make_tables
 
 SPEC = StateSpec(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=3, journal=8, dtype=torch.float32)
+CONV = StateSpec(recurrence=Recurrence.CONV, num_value_heads=1, value_dim=8, journal=8, dtype=torch.float32)
 TEXT, LAYERS = 16, (1, 4)
 WEIGHT = torch.randn(SPEC.conv_channels, SPEC.conv_width, generator=torch.Generator().manual_seed(1))
 
@@ -133,8 +134,8 @@ def test_states_beyond_the_memory_are_refused():
         make_groups(slots=1 << 40)
 
 
-def test_slots_take_what_the_message_says():
-    [group] = make_groups(slots=1)
-    cache = group.caches[1]
+@pytest.mark.parametrize("spec", [SPEC, CONV], ids=lambda spec: spec.recurrence.value)
+def test_slots_take_what_the_message_says(spec):
+    [cache] = get_state("torch_state").allocate_state(spec, 1, 1, CPU)
     parts = (cache.state, cache.conv, cache.key, cache.update, cache.decay)
-    assert bytes_of_slot(SPEC) == sum(part.numel() * part.itemsize for part in parts)
+    assert bytes_of_slot(spec) == sum(part.numel() * part.itemsize for part in parts)

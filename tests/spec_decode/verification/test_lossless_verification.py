@@ -166,7 +166,13 @@ TWO = {
 }
 
 
-@pytest.mark.parametrize(("temperature", "likeness", "options"), TWO.values(), ids=TWO)
+OFTEN = ("a draft that knows something", "top_k and top_p", "min_p", "penalties", "a smaller vocabulary")
+
+
+@pytest.mark.parametrize(
+    ("temperature", "likeness", "options"),
+    [pytest.param(*each, marks=() if name in OFTEN else pytest.mark.slow, id=name) for name, each in TWO.items()],
+)
 def test_first_two_tokens_follow_joint_target_distribution(lossless, temperature, likeness, options):
     texts, joint, output = two_tokens(lossless, temperature, likeness, 3, **options)
     assert p_value(texts, joint, 25) > 1e-4 and output.accepted.unique().tolist() == [0, 1, 2]
