@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
+from attn_backends.kernels.head_rotary import inverse_rotary, prepare_query
 from attn_backends.kernels.linear.fp8_weight import Weight
 from attn_backends.kernels.linear.linear import linear, stacked_linear
 from attn_backends.kernels.rope import Rope
