@@ -22,8 +22,8 @@ from attn_backends.engines.vllm.compat import (
     tensor_model_parallel_all_gather,
 )
 from attn_backends.engines.vllm.names import DRAFT_HEAD
-from attn_backends.kernels.linear import top_tokens  # noqa: F401  # defines the op
 from attn_backends.kernels.linear.fp8_weight import READING, Fp8Weight
+from attn_backends.kernels.linear.top_tokens import top_tokens
 from builders.devices import FP8_CAPABILITY
 
 ARCHITECTURES = {
@@ -173,8 +173,8 @@ class HeadReader(NamedTuple):
 
     def top_tokens(self, states: torch.Tensor) -> torch.Tensor:
         """Return the most likely token of each row of states [M, K], int64 [M]; the lowest rank's among equal ones."""
-        value, index = torch.ops.attn_backends.top_tokens(states, self.weight, self.scale, self.num_tokens)
-        top: torch.Tensor = index + self.start if self.ids is None else self.ids[index]
+        value, index = top_tokens(states, self.weight, self.scale, self.num_tokens)
+        top = index + self.start if self.ids is None else self.ids[index]
         if self.num_ranks == 1:
             return top
         pairs = tensor_model_parallel_all_gather(torch.stack([value, top.float()], -1), dim=-1)

@@ -44,4 +44,5 @@ class LinearArguments(NamedTuple):
         return linear(x, Fp8Weight(self.weight, self.scale), self.bias)
 
 
-define_op("attn_backends::linear", LinearArguments)
+linear_op = define_op("attn_backends::linear", LinearArguments)
+"""For callers that no compiler traces; the others use torch.ops."""

@@ -27,8 +27,8 @@ MOST_ROWS = 64
 
 
 class TopTokens(NamedTuple):
-    """The arguments of `torch.ops.attn_backends.top_tokens`, which returns the largest logit of each row, fp32 [M], and
-    its first index, int64 [M]. NaN counts as infinity.
+    """The arguments of `top_tokens`, which returns the largest logit of each row, fp32 [M], and its first index, int64
+    [M]. NaN counts as infinity.
 
     x           16-bit [M, K]
     weight      [N, K], contiguous, in x's dtype or in float8_e4m3fn
@@ -94,7 +94,7 @@ class TopTokens(NamedTuple):
         return best, index
 
 
-define_op("attn_backends::top_tokens", TopTokens)
+top_tokens = define_op("attn_backends::top_tokens", TopTokens)
 
 
 @triton.jit
