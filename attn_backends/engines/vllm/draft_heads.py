@@ -174,7 +174,7 @@ class HeadReader(NamedTuple):
     def top_tokens(self, states: torch.Tensor) -> torch.Tensor:
         """Return the most likely token of each row of states [M, K], int64 [M]; the lowest rank's among equal ones."""
         value, index = top_tokens(states, self.weight, self.scale, self.num_tokens)
-        top = index + self.start if self.ids is None else self.ids[index]
+        top: torch.Tensor = index + self.start if self.ids is None else self.ids[index]
         if self.num_ranks == 1:
             return top
         pairs = tensor_model_parallel_all_gather(torch.stack([value, top.float()], -1), dim=-1)
