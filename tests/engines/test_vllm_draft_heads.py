@@ -189,6 +189,7 @@ OWN, DFLASH2 = {"draft_id_to_target_id": torch.zeros(4)}, {"compute_candidates":
         ("16", "speculative_config.draft_lm_head_quantization", "fp8", "leave out draft_lm_head_quantization"),
         ("16", "speculative_config.draft_model_config.hf_config.logit_scale", 0.0, "a logit_scale of 0 or less"),
         ("16", "model_config.dtype", torch.float32, "reads no torch.float32"),
+        ("16", "model_config.hf_config.head_dtype", "float32", "logits are torch.float32; leave head_dtype out"),
         ("16", "lora_config", object(), "adds no LoRA adapters"),
         ("16", "parts", DFLASH2, "a DFlash2 draft selects among several"),
         ("16:FILE", "parts", OWN, "has a vocabulary of its own; leave out "),

@@ -199,7 +199,7 @@ def option_reasons(config: Any, choice: HeadChoice) -> list[str]:
         "it reads the head itself; leave out draft_lm_head_quantization": draft.draft_lm_head_quantization is not None,
         "it adds no LoRA adapters; start without --enable-lora": config.lora_config is not None,
         "its copy of the head is not reloaded; start without --enable-sleep-mode": copies and model.enable_sleep_mode,
-        f"the logits have {model.head_dtype}; leave out --head-dtype": model.head_dtype != model.dtype,
+        f"logits are {model.head_dtype}; leave head_dtype out of --hf-overrides": model.head_dtype != model.dtype,
         "a logit_scale of 0 or less reverses their order": getattr(draft_config, "logit_scale", 1.0) <= 0,
     }
     return [reason.format(*capability) for reason, applies in reasons.items() if applies]
