@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from attn_backends.kernels.linear.linear import linear
 from spec_decode.model_api import Attention, DraftModel, LayerGroup, TargetModel, TargetStates
 from spec_decode.models import deepseek_v4, dflash, dflash2, eagle, eagle3, mtp
 from spec_decode.models.checkpoints.store import SPREAD, RandomStore
-from spec_decode.models.kernels.linear import linear
 from spec_decode.models.quantise import quantise_draft
 
 _ATTENTION = [f"self_attn.{part}_proj.weight" for part in "qkvo"]

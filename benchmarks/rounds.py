@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from attn_backends import AttentionBackend, get
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight
 from benchmarks.decode_fixture import shuffled_tables, token_bytes
 from benchmarks.flops import FlopCounter
 from benchmarks.measure import DeviceRates, kernels_in, time_call
@@ -17,7 +18,6 @@ from builders import AttentionSpec
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
 from spec_decode.drafter.strategies.base import LoopStrategy
 from spec_decode.model_api import DraftModel
-from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.layers.moe import MixtureOfExperts
 from spec_decode.models.target_head import TargetHead
 from spec_decode.paged.kv_groups import make_group

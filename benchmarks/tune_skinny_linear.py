@@ -17,14 +17,14 @@ from multiprocessing import get_context
 import torch
 from torch.nn import functional as F
 
+from attn_backends.kernels.linear.skinny_linear import SkinnyLinear
+from attn_backends.kernels.linear.skinny_tiling import MAX_ROWS, MAX_SUMS, Tiling, tile_of
 from benchmarks.cases.products import cold_copies, weights_of
 from benchmarks.measure import copy_bandwidth, time_in_turn
 from benchmarks.random_drafts import PUBLISHED_DRAFTS
 from benchmarks.random_product import DEVICE, RandomProduct
 from benchmarks.rounds import TimedDraft
 from builders.kernels.sizes import next_power_of_2
-from spec_decode.models.kernels.skinny_linear import SkinnyLinear
-from spec_decode.models.kernels.skinny_tiling import MAX_ROWS, MAX_SUMS, Tiling, tile_of
 
 _CUTS = [
     Tiling(block_n, warps * inputs, warps, stages)

@@ -18,14 +18,14 @@ from multiprocessing import get_context
 import torch
 from torch.nn import functional as F
 
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight
+from attn_backends.kernels.linear.narrow_linear import narrow_linear
+from attn_backends.kernels.linear.streamed_linear import StreamedLinear
+from attn_backends.kernels.linear.streamed_tiling import StreamedTiling, streamed_tiling
 from benchmarks.cases.products import cold_copies
 from benchmarks.measure import copy_bandwidth, time_in_turn
 from benchmarks.random_product import DEVICE, RandomProduct
 from builders.devices import room_of
-from spec_decode.models.kernels.fp8_weight import Fp8Weight
-from spec_decode.models.kernels.narrow_linear import narrow_linear
-from spec_decode.models.kernels.streamed_linear import StreamedLinear
-from spec_decode.models.kernels.streamed_tiling import StreamedTiling, streamed_tiling
 
 _WEIGHTS = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (128256, 4096, False))
 """Outputs, inputs, and whether they are gate and up: a layer of Llama-3-8B, and its output projection."""

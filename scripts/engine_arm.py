@@ -1,7 +1,7 @@
 """Measure one whole engine, vLLM's or this library's LLM: python scripts/engine_arm.py ARM FILE, with an EngineArm as
 JSON. See vllm_figures.py.
 
-Both engines run the same Llama of random weights on the same prompts. Ours is made as a user makes it: LLM of a folder.
+Engines run the same Llama of random weights on the same prompts. Ours is made as a user makes it: LLM of a folder.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -22,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from attn_backends.engines.vllm.names import DRAFT_HEAD, PLAIN, ROUNDED
 from benchmarks.measure import largest_kernels
 from benchmarks.random_model import save_random
 from scripts import vllm_arm
 from scripts.vllm_worker import weight_shapes
 
-VLLM, OURS = "vLLM", "our engine, LLM"
+VLLM, OURS, PLUGGED = "vLLM", "our engine, LLM", "vLLM with our linear layers"
 BACKEND = "FLASH_ATTN"
 """vLLM's own choice for target and draft on Hopper."""
 CHANNELS = "fp8_per_channel"
@@ -43,12 +44,14 @@ MOST_KERNELS = 16
 class EngineArm:
     """One engine and its settings.
 
-    engine         VLLM or OURS
+    engine         VLLM, OURS or PLUGGED
     steps, kept    draft tokens per round, and the mean number of them that is kept; 0: no draft
     weights        whether the target's matrix products read 8-bit weights
     draft_weights  likewise the draft's, with its copy of the target's output projection
     local_argmax   vLLM's use_local_argmax_reduction: the draft's tokens are maxima, and its logits are not kept
     size           key of vllm_arm.SIZES
+    models         of PLUGGED: those with our linear layers, "draft", "target" or both in this order
+    head           of PLUGGED: how the draft reads its head, in the words of DRAFT_HEAD; empty: as vLLM does
     """
 
     engine: str
@@ -59,6 +62,8 @@ class EngineArm:
     local_argmax: bool = False
     size: str = "llama3-8b"
     requests: tuple[int, ...] = vllm_arm.REQUESTS
+    models: str = ""
+    head: str = ""
 
     num_gpus = 1
     is_timed = True
@@ -68,7 +73,15 @@ class EngineArm:
     def name(self) -> str:
         draft = f"EAGLE K={self.steps} keeps {self.kept:g}" if self.steps else "no draft"
         more = {"fp8 target": self.weights, "fp8 draft": self.draft_weights, "local argmax": self.local_argmax}
+        more |= {f"ours in {self.models}": bool(self.models), f"head in {self.head}": bool(self.head)}
         return " ".join((self.engine, self.size, draft, *(name for name, on in more.items() if on)))
+
+    def quantization(self, model: str) -> str | None:
+        """Return vLLM's name for how a model, "draft" or "target", multiplies; None for its default."""
+        rounded = self.draft_weights if model == "draft" else self.weights
+        if model in self.models.split():
+            return ROUNDED if rounded else PLAIN
+        return CHANNELS if rounded else None
 
 
 class Engine(Protocol):
@@ -92,7 +105,7 @@ def measure(arm: EngineArm) -> dict[str, Any]:
     began = time.monotonic()
     # vLLM rounds weights as it loads them, so 8-bit ones stay those of its loader of random weights.
     fills = not (arm.weights or arm.draft_weights)
-    engine = Ours(arm) if arm.engine == OURS else Theirs(vllm_options(arm), fills=fills)
+    engine = Ours(arm) if arm.engine == OURS else Theirs(vllm_options(arm), fills=fills, head=arm.head)
     up_s = round(time.monotonic() - began, 1)
     vocab, new_tokens, rows = vllm_arm.SIZES[arm.size][5], vllm_arm.NEW_TOKENS, []
     for requests in arm.requests:
@@ -215,10 +228,11 @@ def write_model(folder: Path, size: str, *, kind: str = "") -> Path:
 
 
 class Theirs:
-    """vLLM with these arguments of vllm.LLM. fills: whether its weights become those of vllm_worker.random_weights."""
+    """vLLM with these arguments of vllm.LLM. fills: whether its weights become those of vllm_worker.random_weights;
+    head: see EngineArm."""
 
-    def __init__(self, options: Mapping[str, Any], *, fills: bool) -> None:
-        os.environ.update({**vllm_arm.ENVIRONMENT, vllm_arm.VALIDATE: "0"})
+    def __init__(self, options: Mapping[str, Any], *, fills: bool, head: str = "") -> None:
+        os.environ.update({**vllm_arm.ENVIRONMENT, vllm_arm.VALIDATE: "0", DRAFT_HEAD: head})
         os.environ["PYTHONPATH"] = os.pathsep.join([str(vllm_arm.ROOT), os.environ.get("PYTHONPATH", "")])
         import vllm
 
@@ -257,13 +271,18 @@ def vllm_options(arm: EngineArm) -> dict[str, Any]:
     draft = BACKEND if arm.steps else ""
     same = vllm_arm.Arm(draft, arm.steps, arm.size, arm.kept, compiled=True, requests=arm.requests)
     options = vllm_arm.engine_options(same)
-    if arm.weights:
-        options["quantization"] = CHANNELS
-    if arm.draft_weights:
-        options["speculative_config"] |= {"quantization": CHANNELS, "draft_lm_head_quantization": "fp8"}
-    if arm.local_argmax:
-        options["speculative_config"]["use_local_argmax_reduction"] = True
+    options |= _given(quantization=arm.quantization("target"))
+    if arm.steps:
+        options["speculative_config"] |= _given(
+            quantization=arm.quantization("draft"),
+            draft_lm_head_quantization="fp8" if arm.draft_weights and not arm.head else None,
+            use_local_argmax_reduction=arm.local_argmax or bool(arm.head) or None,
+        )
     return options
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _tokens(prompt: list[int]) -> Any:
@@ -271,15 +290,29 @@ def _tokens(prompt: list[int]) -> Any:
 
 
 def engine_arms() -> list[EngineArm]:
-    """Return the arms, the most telling first: each of ours after vLLM's of the same settings, then vLLM's further
-    option for its best drafts."""
+    """Return the arms, the most telling first: each of ours after vLLM's of the same settings, vLLM's further option
+    for its best drafts, then vLLM with our linear layers."""
     drafted, bits = {"steps": 7, "kept": 3.2}, {"weights": True, "draft_weights": True}
     settings: list[dict[str, Any]] = [
         {}, drafted, drafted | {"draft_weights": True}, drafted | bits, {"weights": True}, drafted | {"weights": True},
     ]  # fmt: skip
     arms = [EngineArm(engine=engine, **each) for each in settings for engine in (VLLM, OURS)]
     best = [each for each in arms if each.engine == VLLM and each.draft_weights]
-    return [*arms, *(replace(each, local_argmax=True) for each in best)]
+    return [*arms, *(replace(each, local_argmax=True) for each in best), *_plugged_arms(drafted, bits)]
+
+
+def _plugged_arms(drafted: dict[str, Any], bits: dict[str, Any]) -> Iterator[EngineArm]:
+    """Yield the arms of vLLM with our linear layers: draft, target and both, in 16 bits and in 8, with vLLM's head and
+    with ours."""
+    narrow = drafted | {"draft_weights": True}
+    both: dict[str, Any] = {"models": "draft target"}
+    for settings in (
+        drafted | both | {"head": "16"}, narrow | both | {"head": "fp8"}, drafted | bits | both | {"head": "fp8"},
+        drafted | {"models": "draft"}, drafted | {"models": "target"}, drafted | both, drafted | {"head": "16"},
+        narrow | {"models": "draft"}, narrow | {"head": "fp8"}, drafted | {"weights": True, "models": "target"},
+        drafted | bits | both, {"models": "target"}, {"weights": True, "models": "target"},
+    ):  # fmt: skip
+        yield EngineArm(engine=PLUGGED, **settings)
 
 
 def engine_problems(found: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -22,8 +22,9 @@ engine's graph mode, or drafts different tokens more often than vLLM's own backe
 arm compares nothing or finds a difference. A batch with prefills has no graph, and vLLM plans it. Comparisons also plan
 and wait.
 
-With --engines, both engines run the Llama without a draft and with EAGLE, in 16 and in 8 bits, on the same prompts: see
-engine_arm.py. Fails if LLM runs the target elsewhere than on this library's layers.
+With --engines, both engines run the Llama without a draft and with EAGLE, in 16 and in 8 bits, on the same prompts, and
+vLLM also with our linear layers: see engine_arm.py. Fails if LLM runs the target elsewhere than on this library's
+layers.
 
 With --contexts, vLLM decodes after 1k to 96k tokens that its cache holds already, on its own backends and on ours, also
 on FlashAttention-2, its default on every card but Hopper and B200: see context_arm.py. On a Hopper card that kernel

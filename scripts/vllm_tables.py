@@ -54,6 +54,10 @@ def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
     return _pairs(reports, num_gpus, _speeds, _ratio)
 
 
+_OUR_PARTS = {"models": "our layers in", "head": "our draft head"}
+"""What vLLM runs of ours in an arm of whole engines, by the arm's field."""
+
+
 def engines(report: dict[str, Any]) -> str:
     """Build a table of whole engines, vLLM and `LLM`, by their settings. The first number of a cell is of whole
     requests, the second of decoding alone."""
@@ -69,6 +73,7 @@ def engines(report: dict[str, Any]) -> str:
             for size in sizes
         ]
         engine = f"vLLM {found['vllm']}" if "vllm" in found else "`LLM`"
+        engine += "".join(f", {name}: {arm[field]}" for field, name in _OUR_PARTS.items() if arm.get(field))
         rows.append([settings, engine, *each, f"{median(found['prefill']['tokens_per_s']):,.0f}"])
     numbers = [*(f"{size} req." for size in sizes), "prompts"]
     return f"{source(report)}.\n\n{markdown_table(['settings', 'engine', *numbers], rows, numbers)}"

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attn_backends.kernels import latent_attention, sparse_attention
+from attn_backends.kernels.linear.batch_invariant_linear import tile_of
 from builders import devices
 from builders.devices import Room, room_of
-from spec_decode.models.kernels.batch_invariant_linear import tile_of
 from tests.chips import LIMITS
 
 HOPPER = Room(132, 232448)

@@ -120,7 +120,7 @@ def test_nothing_is_imported_before_it_is_used(loading: Loading) -> None:
 
 
 def test_the_plug_in_for_vllm_imports_only_torch_and_triton_of_our_requirements() -> None:
-    files = loaded_by(USERS["plug-in"][0])
+    files = loaded_by(USERS["plug-in, linear layers"][0])
     assert {"attn_backends.flash_attn3", "attn_backends.flashmla", "attn_backends.engines.vllm.validator"} <= {*files}
     used = set().union(*(packages(path.read_text(encoding="utf-8")) for path in files.values()))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -199,6 +199,11 @@ def test_a_user_loads_no_more_than_its_budget(user: str) -> None:
     script, budget = USERS[user]
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded_by(script).values())
     assert 0.8 * budget < lines <= budget
+
+
+def test_the_plug_in_for_vllm_loads_no_linear_layers_before_a_model_chooses_them() -> None:
+    room = "attn_backends.kernels.linear"
+    assert not [name for name in loaded_by(USERS["plug-in"][0]) if name.startswith(room)]
 
 
 @pytest.mark.parametrize("user", ["drafter", "kit", "check"])

@@ -19,6 +19,9 @@ KERNELS = {kernel.name for path in module_files().values() for kernel in kernels
 SPILLED_ON_HOPPER = {("attn_backends::latent_attention", False): 256, ("attn_backends::sparse_attention", True): 104}
 """The most bytes of a thread's registers that a kernel of an op, over 8 bits or not, keeps in memory on an H100."""
 
+_OF_CACHES = ("paged_attention", "tree_attention", "write_kv", "rope_and_write_kv", "move_accepted_kv")
+"""Ops that read or write 8-bit keys and values, without a chip's own conversion where it has none."""
+
 SPILLED_ON_BLACKWELL = 8
 """ptxas spills up to two registers of three products there, also of one that uses 56."""
 
@@ -27,8 +30,8 @@ def converts_8_bits(op: str, arguments: tuple[Any, ...]) -> bool:
     """Return whether the op needs a chip's own conversion; over a cache of keys and values bits do."""
     dtypes = {part.dtype for part in arguments if isinstance(part, torch.Tensor)}
     reads_bytes = op == "attn_backends::sparse_attention" and torch.uint8 in dtypes
-    weights = torch.float8_e4m3fn in dtypes and not op.startswith(("attn_backends::", "spec_decode::move_accepted_kv"))
-    return weights or reads_bytes or op == "spec_decode::narrow_rows"
+    weights = torch.float8_e4m3fn in dtypes and not op.partition("::")[2].startswith(_OF_CACHES)
+    return weights or reads_bytes or op == "attn_backends::narrow_rows"
 
 
 @pytest.mark.slow

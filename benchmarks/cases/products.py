@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from attn_backends.kernels.linear.linear import linear
+from attn_backends.kernels.linear.product_kind import ProductKind, product_kind
 from benchmarks.cases.compiled_steps import model_step, step_inputs
 from benchmarks.decode_fixture import COLD_BYTES
 from benchmarks.measure import time_in_turn
@@ -16,8 +18,6 @@ from benchmarks.random_drafts import PUBLISHED_DRAFTS
 from benchmarks.rounds import TimedDraft
 from benchmarks.rows import Bench, BenchRow, with_limits
 from spec_decode.graphs.dispatch_mode import PlainDispatchMode
-from spec_decode.models.kernels.linear import linear
-from spec_decode.models.kernels.product_kind import ProductKind, product_kind
 from spec_decode.tools.timing_limit import TimingLimit
 
 CASE = "products"

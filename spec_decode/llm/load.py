@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from attn_backends.kernels.linear.fp8_weight import reads_fp8
 from builders import BatchError
 from spec_decode.llm.chat_template import encode_chat
 from spec_decode.llm.pair import Pair, encode_utf8, load_byte_pair
@@ -26,7 +27,6 @@ from spec_decode.models.checkpoints.fp8_store import Fp8Store
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.hf.folder import check_model, load_generation_config, load_model, load_tokenizer
 from spec_decode.models.hf.token_text import token_text
-from spec_decode.models.kernels.fp8_weight import reads_fp8
 from spec_decode.models.load import aux_hidden_state_layers, check_draft, check_same_tokens, load_with_tokens
 from spec_decode.models.quantise import quantise_target
 from spec_decode.models.target_fields import unserved

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen, held
-from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.layers.linear import FusingLinear
 from spec_decode.models.layers.rms_norm import RMSNorm
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from attn_backends.kernels.linear.linear import linear
 from spec_decode.model_api import ContextAttention, ContextBlockDraft, DraftInputs, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.mask_token import require_mask_token
@@ -20,7 +21,6 @@ from spec_decode.models.dflash_config import aux_hidden_state_layers as aux_hidd
 from spec_decode.models.dflash_config import read_block_layers, read_block_size, refuse_factors, samples_from_anchor
 from spec_decode.models.draft import DecoderDraft, check_aux_states, check_shared, read_embedding
 from spec_decode.models.draft_vocabulary import DraftVocabulary, read_vocabulary
-from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import AttentionLayer, DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import Linear
 from spec_decode.models.layers.rms_norm import RMSNorm

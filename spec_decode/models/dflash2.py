@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from attn_backends.kernels.linear.linear import gated_linear
 from attn_backends.kernels.rope import Rope
 from spec_decode.model_api import Attention, CandidateTable, DraftInputs, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
@@ -21,7 +22,6 @@ from spec_decode.models.dflash import aux_hidden_state_layers as aux_hidden_stat
 from spec_decode.models.draft import is_by_speculators
 from spec_decode.models.draft_vocabulary import DraftVocabulary
 from spec_decode.models.kernels.block_convolution import block_convolution
-from spec_decode.models.kernels.linear import gated_linear
 from spec_decode.models.layers.decoder_layer import AttentionLayer, LayerOptions
 from spec_decode.models.layers.linear import Linear, ResidualStream
 

@@ -16,6 +16,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight
 from spec_decode.model_api import DraftModel
 from spec_decode.models.checkpoints.files import CheckpointError, check_safetensors, is_finite, read_object
 from spec_decode.models.config import ModelConfig
@@ -23,7 +24,6 @@ from spec_decode.models.decoder_weights import published_tensors
 from spec_decode.models.dflash import DFlash
 from spec_decode.models.draft import check_shared
 from spec_decode.models.eagle import EagleDraft
-from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.llama import LlamaTarget
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
 

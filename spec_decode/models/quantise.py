@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from attn_backends.kernels.linear.fp8_weight import READING, Fp8Weight
 from builders.devices import converts_fp8
 from builders.errors import BatchError, did_you_mean, require
 from spec_decode.model_api import DraftModel, TargetModel
-from spec_decode.models.kernels.fp8_weight import READING, Fp8Weight
 from spec_decode.models.layers.feed_forward import FeedForward
 from spec_decode.models.layers.grouped_attention import GroupedAttention
 from spec_decode.models.layers.linear import FusingLinear

@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import nn
 
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight
 from spec_decode.model_api import TargetModel
-from spec_decode.models.kernels.fp8_weight import Fp8Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight
+from attn_backends.kernels.linear.linear import linear
 from spec_decode.model_api import TargetModel
-from spec_decode.models.kernels.fp8_weight import Fp8Weight
-from spec_decode.models.kernels.linear import linear
 from spec_decode.models.shared_target import SharedTarget
 
 

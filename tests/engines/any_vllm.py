@@ -25,10 +25,17 @@ class AnyName(type):
 
 
 def load_adapters() -> None:
-    """Load the validator and the class of every name, as far as its kernels' package is installed."""
+    """Load the validator, the quantizations and every backend whose kernels' package is installed."""
     vars(compat)["__getattr__"] = lambda name: AnyName(name, (), {})
-    import_module("attn_backends.engines.vllm.validator")
+    for module in ("validator", "quantization"):
+        import_module(f"attn_backends.engines.vllm.{module}")
     for path in NAMES.values():
         module, _, title = path.rpartition(".")
         with suppress(ImportError):
             getattr(import_module(module), title)
+
+
+def load_linear_methods() -> None:
+    """Load what one of the quantizations adds, once a model chooses it."""
+    load_adapters()
+    import_module("attn_backends.engines.vllm.linear_methods")

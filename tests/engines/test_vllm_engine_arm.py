@@ -10,7 +10,7 @@ from scripts import context_arm, engine_arm, vllm_arm
 from tests.engines.vllm_runner import DIM, HEADS, KV_HEADS, NEEDS_VLLM
 
 pytestmark = NEEDS_VLLM
-THEIRS = [arm for arm in engine_arm.engine_arms() if arm.engine == engine_arm.VLLM]
+THEIRS = [arm for arm in engine_arm.engine_arms() if arm.engine != engine_arm.OURS]
 
 
 @pytest.fixture
@@ -30,14 +30,15 @@ def test_vllm_takes_options_of_arm(arm, tiny):
     ModelRegistry.register_model("LlamaForCausalLM", llama.LlamaForCausalLM)
     ModelRegistry.register_model("EagleLlamaForCausalLM", llama_eagle.EagleLlamaForCausalLM)
     config = EngineArgs(**engine_arm.vllm_options(arm)).create_engine_config()
-    assert config.model_config.quantization == (engine_arm.CHANNELS if arm.weights else None)
+    assert config.model_config.quantization == arm.quantization("target")
     if not arm.steps:
         assert config.speculative_config is None
         return
     draft = config.speculative_config
-    assert draft.draft_model_config.quantization == (engine_arm.CHANNELS if arm.draft_weights else None)
-    assert (draft.draft_lm_head_quantization == "fp8") is arm.draft_weights
-    assert draft.use_local_argmax_reduction is arm.local_argmax and draft.draft_sample_method == "greedy"
+    assert draft.draft_model_config.quantization == arm.quantization("draft")
+    assert (draft.draft_lm_head_quantization == "fp8") is (arm.draft_weights and not arm.head)
+    assert draft.use_local_argmax_reduction is (arm.local_argmax or bool(arm.head))
+    assert draft.draft_sample_method == "greedy"
     assert hasattr(llama_eagle.EagleLlamaForCausalLM, "get_top_tokens"), "local argmax needs it"
 
 

@@ -30,7 +30,8 @@ class Member:
 
 
 def registry(monkeypatch, taken=(), free_names=True):
-    """vLLM's registry of names, as far as a plug-in sees it."""
+    """vLLM's registry of names, as far as a plug-in sees it, and no registry of quantizations."""
+    monkeypatch.setattr(plug_in, "_register_quantizations", lambda: None)
 
     class Names(type):
         def __getitem__(cls, name):

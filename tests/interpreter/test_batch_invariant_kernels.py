@@ -5,9 +5,9 @@ import torch
 
 from attn_backends.kernels import sparse_attention as sparse
 from attn_backends.kernels.latent_attention import latent_attention
+from attn_backends.kernels.linear.batch_invariant_linear import batch_invariant_linear
 from attn_backends.kernels.paged_attention import paged_attention
 from builders.paged import SPLIT_TOKENS
-from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
 from tests.ops.sample import int32, noise, whole
 
 PAGE = 32

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from spec_decode.models.kernels.skinny_linear import MAX_ROWS, norm_linear
-from spec_decode.models.kernels.skinny_tiling import Tiling
-from tests.spec_decode.models.kernels.skinny_oracle import FORMS, NARROW, assert_within_budget, make_inputs
+from attn_backends.kernels.linear.skinny_linear import MAX_ROWS, norm_linear
+from attn_backends.kernels.linear.skinny_tiling import Tiling
+from tests.attn_backends.kernels.linear.skinny_oracle import FORMS, NARROW, assert_within_budget, make_inputs
 
 TILE = Tiling(block_n=4, block_k=16, num_warps=4)
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attn_backends.kernels.linear import streamed_linear
+from attn_backends.kernels.linear.streamed_shares import StreamedShares, SumShares
+from attn_backends.kernels.linear.streamed_tiling import StreamedTiling, row_blocks, streamed_tiling
 from builders.devices import room_of
-from spec_decode.models.kernels import streamed_linear
-from spec_decode.models.kernels.streamed_shares import StreamedShares, SumShares
-from spec_decode.models.kernels.streamed_tiling import StreamedTiling, row_blocks, streamed_tiling
+from tests.attn_backends.kernels.linear.streamed_oracle import FORMS, assert_exact, exact, in_8_bits, make_arguments
 from tests.factories import CPU
 from tests.ops.questions import Placed
-from tests.spec_decode.models.kernels.streamed_oracle import FORMS, assert_exact, exact, in_8_bits, make_arguments
 
 WHOLE = [form for form in FORMS if not form.endswith("groups")]
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from attn_backends.kernels.head_rotary import inverse_rotary, prepare_query
 from attn_backends.kernels.latent_attention import latent_attention
-from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
 from attn_backends.kernels.paged_attention import paged_attention
 from attn_backends.kernels.rope import Rope, apply_rope
 from attn_backends.kernels.rope_and_write_kv import rope_and_write_kv

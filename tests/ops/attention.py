@@ -5,8 +5,8 @@ from itertools import product
 
 import torch
 
+import attn_backends.kernels.head_rotary
 import attn_backends.kernels.latent_attention
-import attn_backends.kernels.latent_rotary
 import attn_backends.kernels.paged_attention
 import attn_backends.kernels.rope
 import attn_backends.kernels.rope_and_write_kv

@@ -4,19 +4,17 @@ from itertools import product
 
 import torch
 
-import spec_decode.models.kernels.add_rms_norm
-import spec_decode.models.kernels.batch_invariant_linear
-import spec_decode.models.kernels.block_convolution
-import spec_decode.models.kernels.embed_concat
-import spec_decode.models.kernels.hyper_connections
-import spec_decode.models.kernels.mla_query_key
-import spec_decode.models.kernels.narrow_linear
-import spec_decode.models.kernels.sigmoid_gate
-import spec_decode.models.kernels.streamed_shares
-import spec_decode.models.kernels.swiglu  # noqa: F401
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, operands
+import attn_backends.kernels.add_rms_norm
+import attn_backends.kernels.linear.batch_invariant_linear
+import attn_backends.kernels.linear.linear_op
+import attn_backends.kernels.linear.narrow_linear
+import attn_backends.kernels.linear.streamed_shares
+import attn_backends.kernels.linear.swiglu
+import attn_backends.kernels.linear.top_tokens  # noqa: F401
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, operands
+from tests.attn_backends.kernels.linear import skinny_oracle, streamed_oracle
 from tests.ops.sample import CLOSE, each, noise, op
-from tests.spec_decode.models.kernels import mixture_oracle, skinny_oracle, streamed_oracle
+from tests.spec_decode.models.kernels import mixture_oracle
 from tests.spec_decode.models.kernels.hyper_oracle import EPS, make_case
 
 DTYPES = [torch.float32, torch.float16]
@@ -30,7 +28,7 @@ def with_nan(inputs, *names):
 
 
 # The interpreter truncates to bf16, once for each result.
-@op("spec_decode::add_rms_norm", close={**CLOSE, torch.bfloat16: {"rtol": 2**-6, "atol": 1e-5}}, strided="x")
+@op("attn_backends::add_rms_norm", close={**CLOSE, torch.bfloat16: {"rtol": 2**-6, "atol": 1e-5}}, strided="x")
 def add_rms_norm():
     for width in (20, 1, 64, 300):
         for dtype in (*DTYPES, torch.bfloat16):
@@ -52,7 +50,7 @@ def sigmoid_gate():
         yield noise(3, width, dtype=dtype), noise(3, gates or width, seed=1, dtype=dtype) * 5
 
 
-@op("spec_decode::swiglu", close=CLOSE, strided="gate_up")
+@op("attn_backends::swiglu", close=CLOSE, strided="gate_up")
 def swiglu():
     kinds = ((None, None, False), (0.7, None, False), (None, 1.7, False), (0.7, 1.7, False), (None, None, True))
     for width, dtype, kind in each((40, 2, 3000), DTYPES, kinds):
@@ -163,7 +161,7 @@ SUMS = {dtype: {"rtol": 2 * close["rtol"], "atol": 2e-2 if dtype.itemsize == 2 e
         for dtype, close in CLOSE.items()}  # fmt: skip
 
 
-@op("spec_decode::skinny_linear", close=SUMS, strided="x")
+@op("attn_backends::skinny_linear", close=SUMS, strided="x")
 def skinny_linear():
     for form in skinny_oracle.FORMS:
         yield tuple(skinny_oracle.make_inputs(form, 2, 21, 40).arguments())
@@ -178,7 +176,7 @@ def skinny_linear():
         yield tuple(inputs.arguments())
 
 
-@op("spec_decode::streamed_linear", close=SUMS, strided="x")
+@op("attn_backends::streamed_linear", close=SUMS, strided="x")
 def streamed_linear():
     for form in streamed_oracle.FORMS:
         for inputs in (50, 9):
@@ -189,7 +187,33 @@ def streamed_linear():
         yield tuple(with_nan(narrow))
 
 
-@op("spec_decode::streamed_shares", close=SUMS)
+@op("attn_backends::linear", close=SUMS, strided="x")
+def linear():
+    for rows, outputs, dtype in each((1, 5, 200), (21, 64), (torch.float16, torch.bfloat16)):
+        weight = noise(outputs, 72, seed=1, dtype=dtype)
+        for parts in ((weight, None), operands(Fp8Weight.of(weight))):
+            for bias in (None, noise(outputs, seed=2, dtype=dtype)):
+                yield noise(rows, 72, dtype=dtype), *parts, bias
+    yield noise(72, 5).half().T, *operands(Fp8Weight.of(noise(21, 72))), None
+
+
+# The logits of more than 64 rows are rounded.
+@op("attn_backends::top_tokens", close={torch.float32: {"rtol": 2**-8, "atol": 1e-3}}, strided="x")
+def top_tokens():
+    for rows, tokens, inputs, dtype in each((1, 5, 33, 70), (200, 64, 7), (72, 256), (torch.float16, torch.bfloat16)):
+        weight = noise(tokens + 9, inputs, seed=1, dtype=dtype)
+        # The padding would win.
+        weight[tokens:] = 100
+        for parts in ((weight, None), operands(Fp8Weight.of(weight))):
+            yield noise(rows, inputs, dtype=dtype), *parts, tokens
+    tie, nothing = torch.ones(300, 16).half(), torch.full((300, 16), -torch.inf).half()
+    one, nan = torch.ones(2, 16).half(), torch.ones(2, 16).half()
+    nan[1] = torch.nan
+    yield from ((one, tie, None, 290), (one, nothing, None, 290), (nan, tie, None, 290))
+    yield noise(16, 5).half().T, noise(300, 16).half(), None, 290
+
+
+@op("attn_backends::streamed_shares", close=SUMS)
 def streamed_shares():
     for rows in (3, 5):
         product = streamed_oracle.make_arguments("plain", rows, 21, 600, torch.bfloat16)
@@ -197,21 +221,21 @@ def streamed_shares():
             yield operands_of.x, operands_of.weight, operands_of.scale
 
 
-@op("spec_decode::sum_shares", close=SUMS)
+@op("attn_backends::sum_shares", close=SUMS)
 def sum_shares():
     for shares, width in ((3, 5), (2, 300), (1, 21)):
         yield noise(shares, 2, width), noise(2, width, seed=1, dtype=torch.bfloat16)
 
 
 # Quotients can differ in their last bit, and so tip a rounding to 8 bits.
-@op("spec_decode::narrow_rows", close={**CLOSE, torch.float8_e4m3fn: {"rtol": 2**-3, "atol": 2**-9}}, strided="x")
+@op("attn_backends::narrow_rows", close={**CLOSE, torch.float8_e4m3fn: {"rtol": 2**-3, "atol": 2**-9}}, strided="x")
 def narrow_rows():
     for rows, width, dtype in each((3, 0, 1), (40, 1, 300), (torch.bfloat16, torch.float16)):
         yield (noise(rows, width, dtype=dtype) * torch.logspace(-3, 3, rows)[:, None].to(dtype),)
     yield (torch.zeros(2, 16).half(),)
 
 
-@op("spec_decode::batch_invariant_linear", close=SUMS, strided="x weight")
+@op("attn_backends::batch_invariant_linear", close=SUMS, strided="x weight")
 def batch_invariant_linear():
     for outputs, inputs, dtype in each((40, 1), (300, 1), (torch.float32, torch.bfloat16)):
         yield noise(9, 2, inputs, dtype=dtype), noise(2, outputs, inputs, seed=1, dtype=dtype) / 8, None, None

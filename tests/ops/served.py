@@ -105,7 +105,7 @@ def attention() -> Iterator[Case]:
 def models() -> Iterator[Case]:
     def streamed(rows: int, outputs: int, inputs: int, dtype: torch.dtype, gated: bool = False) -> Case:
         scale = tensor(FP32, outputs) if dtype is FP8 else None
-        return "spec_decode::streamed_linear", (
+        return "attn_backends::streamed_linear", (
             tensor(BF16, rows, inputs), tensor(dtype, outputs, inputs), *[None] * 4, gated, None, scale, None,
         )  # fmt: skip
 
@@ -117,25 +117,25 @@ def models() -> Iterator[Case]:
     ):
         x, scale = tensor(BF16, rows, inputs), tensor(FP32, outputs) if dtype is FP8 else None
         norm = tensor(BF16, inputs)
-        yield "spec_decode::skinny_linear", (
+        yield "attn_backends::skinny_linear", (
             x, tensor(dtype, outputs, inputs), None, None, x, norm, None, 1e-6, gated, scale
         )  # fmt: skip
     for dtype in (BF16, FP8):
         scale = tensor(FP32, 32, 4096) if dtype is FP8 else None
-        yield "spec_decode::streamed_linear", (
+        yield "attn_backends::streamed_linear", (
             tensor(BF16, 8, 2880), tensor(dtype, 32, 4096, 2880), tensor(INT32, 32), tensor(INT64, 32), None, None,
             True, 7.0, scale, 1.7,
         )  # fmt: skip
         for outputs in (HIDDEN, VOCAB):
-            yield "spec_decode::batch_invariant_linear", (
+            yield "attn_backends::batch_invariant_linear", (
                 tensor(BF16, 8, 1, HIDDEN), tensor(dtype, 1, outputs, HIDDEN), None,
                 tensor(FP32, 1, outputs) if dtype is FP8 else None,
             )  # fmt: skip
     x = tensor(BF16, 8, HIDDEN)
-    yield "spec_decode::add_rms_norm", (x, x, tensor(BF16, HIDDEN), 1e-6)
-    yield "spec_decode::add_rms_norm", (x, tensor(FP32, 4, 8, HIDDEN), tensor(BF16, HIDDEN), 1e-6)
-    yield "spec_decode::swiglu", (tensor(BF16, 8, 2 * 14336), None, None, False)
-    yield "spec_decode::narrow_rows", (x,)
+    yield "attn_backends::add_rms_norm", (x, x, tensor(BF16, HIDDEN), 1e-6)
+    yield "attn_backends::add_rms_norm", (x, tensor(FP32, 4, 8, HIDDEN), tensor(BF16, HIDDEN), 1e-6)
+    yield "attn_backends::swiglu", (tensor(BF16, 8, 2 * 14336), None, None, False)
+    yield "attn_backends::narrow_rows", (x,)
     yield "spec_decode::embed_concat", (tensor(INT64, 8), tensor(BF16, VOCAB, HIDDEN), x, [x[0], x[0]], 1e-6)
     yield "spec_decode::route_tokens", (tensor(FP32, 8, 256), tensor(FP32, 256), 8, "sigmoid", 8, 4, True, 2.5, None)
     yield "spec_decode::combine_experts", (tensor(BF16, 64, HIDDEN), tensor(FP32, 8, 8), tensor(INT64, 8, 8), x)

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import random_model
 from scripts import engine_arm, vllm_arm
-from scripts.engine_arm import OURS, VLLM, EngineArm, decoding_speed, engine_arms, engine_problems
+from scripts.engine_arm import OURS, PLUGGED, VLLM, EngineArm, decoding_speed, engine_arms, engine_problems
 from spec_decode.models.checkpoints.store import TensorStore
 from tests.stand_in_modules import install_module
 
@@ -68,9 +68,11 @@ def test_each_of_our_arms_has_one_of_vllm() -> None:
     arms = engine_arms()
     ours = [arm for arm in arms if arm.engine == OURS]
     assert len({arm.name for arm in arms}) == len(arms) and len(ours) == 6
-    assert {replace(arm, engine=VLLM) for arm in ours} == {
-        arm for arm in arms if arm.engine == VLLM and not arm.local_argmax
-    }
+    theirs = {arm for arm in arms if arm.engine == VLLM and not arm.local_argmax}
+    assert {replace(arm, engine=VLLM) for arm in ours} == theirs
+    plugged = [arm for arm in arms if arm.engine == PLUGGED]
+    assert {replace(arm, engine=VLLM, models="", head="") for arm in plugged} == theirs
+    assert all(arm.models or arm.head for arm in plugged)
 
 
 @dataclass
@@ -144,6 +146,7 @@ def test_vllm_is_stepped_and_filled(weights: bool, tiny: None, monkeypatch: pyte
     install_module(monkeypatch, "vllm", LLM=Theirs, SamplingParams=SimpleNamespace, __version__="0.33.0")
     monkeypatch.setattr(engine_arm.os, "environ", {})
     monkeypatch.setattr(vllm_arm, "REPEATS", 1)
-    found = engine_arm.measure(EngineArm(engine=VLLM, requests=(2,), weights=weights))
+    found = engine_arm.measure(EngineArm(engine=PLUGGED, requests=(2,), weights=weights, head="fp8"))
+    assert engine_arm.os.environ[engine_arm.DRAFT_HEAD] == "fp8"
     assert filled == [] if weights else filled == ["fill_weights"]
     assert (found["vllm"], found["graph_mode"], len(found["rows"])) == ("0.33.0", "FULL", 1)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_backends.engines.vllm.compat import registry
+from attn_backends.engines.vllm.names import DRAFT_HEAD
 from attn_backends.engines.vllm.names import NAMES as NAMES
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 def register() -> None:
     """Register the names with vLLM. If vLLM has no free names, or one is taken, it starts without them, with a warning.
 
-    Raises ValueError if VALIDATE is neither 0 nor 1, and UnsupportedVllm if it is 1 and what it wraps differs.
+    Raises ValueError for a wrong VALIDATE or DRAFT_HEAD, and UnsupportedVllm if one is set and this vLLM differs.
     """
     if reason := refused_variable():
         raise ValueError(reason)
@@ -36,6 +37,11 @@ def register() -> None:
         validator.install()
         state_validator.install()
     _register_names()
+    _register_quantizations()
+    if choice := os.environ.get(DRAFT_HEAD):
+        from attn_backends.engines.vllm import draft_heads
+
+        draft_heads.register(choice)
 
 
 def refused_variable() -> str:
@@ -58,6 +64,18 @@ def _register_names() -> None:
     # A process that vLLM spawns, as `vllm serve` does, reads its configuration before it loads plug-ins, and an enum
     # member is pickled by a value that only plug-ins make valid.
     copyreg.pickle(backends, _reduced)
+
+
+def _register_quantizations() -> None:
+    """Register our names for `quantization`. Another vLLM starts without them, with a warning."""
+    try:
+        from attn_backends.engines.vllm.compat import register_quantization_config
+        from attn_backends.engines.vllm.quantization import CONFIGS
+    except ImportError as error:
+        _log.warning("attn-backends registered no quantization: %s", error)
+        return
+    for config in CONFIGS:
+        register_quantization_config(config.name)(config)
 
 
 def _reduced(member: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Our names for vLLM's `attention_backend`."""
+"""Our names for vLLM's `attention_backend` and `quantization`, and a variable of ours."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ NAMES = {
     "FLASHMLA_SPARSE_IN_GRAPH": "attn_backends.engines.vllm.sparse.InGraphFlashMlaSparse",
 }
 """Name and class of each backend. The class's get_name() returns the same name: vLLM finds a layer's backend by it."""
+
+PLAIN, ROUNDED = "attn_backends", "attn_backends_fp8"
+"""Our quantizations, with weights of 16 bits and of 8."""
+DRAFT_HEAD = "ATTN_BACKENDS_DRAFT_HEAD"
+"""The variable that makes greedy drafts read their head with our kernel: see `draft_heads.HeadChoice`."""

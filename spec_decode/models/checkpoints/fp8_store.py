@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from attn_backends.kernels.linear.fp8_weight import DTYPE, Fp8Weight
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError, is_finite, wider
 from spec_decode.models.checkpoints.folder_kind import read_config
 from spec_decode.models.checkpoints.fp8_layout import FIELD, Fp8Layout, read_fp8_layout
 from spec_decode.models.checkpoints.kv_scales import SCHEME, LayerScales
 from spec_decode.models.checkpoints.store import TensorStore
-from spec_decode.models.kernels.fp8_weight import DTYPE, Fp8Weight
 
 _SCALES = ("_scale", "_scale_inv")
 """What the name of a scale adds to its weight's."""

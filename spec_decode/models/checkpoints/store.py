@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight, joined_rows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import (
     CheckpointError,
@@ -26,7 +27,6 @@ from spec_decode.models.checkpoints.files import (
 )
 from spec_decode.models.checkpoints.folder_kind import read_config
 from spec_decode.models.checkpoints.kv_scales import LayerScales, read_scales, scale_names
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight, joined_rows
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files that can hold the weights; the first that exists is read."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
+from attn_backends.kernels.add_rms_norm import AddRmsNorm
+from attn_backends.kernels.linear.skinny_linear import embedded
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
-from spec_decode.models.kernels.add_rms_norm import AddRmsNorm
 
 
 def embed_concat(
@@ -74,12 +74,6 @@ class EmbedConcat(NamedTuple):
             **dependent_launch(out.device),
         )
         return stored.to(out.dtype)
-
-
-def embedded(token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-    """Return embedding[token_ids], with a row of 0 for an id outside the vocabulary, as the kernels that embed do."""
-    known = (token_ids >= 0) & (token_ids < len(embedding))
-    return torch.where(known[..., None], F.embedding(token_ids * known, embedding), 0)
 
 
 @triton.jit

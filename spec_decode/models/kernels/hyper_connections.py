@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from attn_backends.kernels.linear.batch_invariance import by_row
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
-from spec_decode.model_api.batch_invariance import by_row
 
 _BLOCK_H = 1024
 """Columns per program: a load of 16 bytes for each thread of 4 warps."""

@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch.nn import functional as F
 
+from attn_backends.kernels.linear.batch_invariance import by_row
 from builders.errors import require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.model_api.batch_invariance import by_row
 
 Scoring = Literal["sigmoid", "softmax", "sqrtsoftplus"]
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from attn_backends.kernels.linear.batch_invariance import by_row
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.model_api.batch_invariance import by_row
 
 _BLOCK = 1024
 

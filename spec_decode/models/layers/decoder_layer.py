@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
+from attn_backends.kernels.head_rotary import inverse_rotary, prepare_query
 from attn_backends.kernels.rope import Rope
 from attn_backends.kernels.write_latent import KvANormRope
 from spec_decode.model_api import Attention, AttentionInputs, KeepRows

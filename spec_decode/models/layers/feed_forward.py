@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from attn_backends.kernels.linear.fp8_weight import Weight
+from attn_backends.kernels.linear.linear import gated_linear, linear
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen, held
-from spec_decode.models.kernels.fp8_weight import Weight
-from spec_decode.models.kernels.linear import gated_linear, linear
 from spec_decode.models.kernels.sigmoid_gate import sigmoid_gate
 
 

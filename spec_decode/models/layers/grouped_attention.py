@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from attn_backends.kernels.linear.fp8_weight import Weight
+from attn_backends.kernels.linear.linear import linear
 from attn_backends.kernels.rope import Rope
 from builders import AttentionSpec
 from spec_decode.model_api import Attention, AttentionInputs, KeepRows
@@ -17,8 +19,6 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen, held
 from spec_decode.models.config import ModelConfig
-from spec_decode.models.kernels.fp8_weight import Weight
-from spec_decode.models.kernels.linear import linear
 from spec_decode.models.kernels.sigmoid_gate import sigmoid_gate
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import LLAMA_SCALINGS, RopeConfig, read_rope, read_rotated_dims

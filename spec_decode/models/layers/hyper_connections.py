@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from attn_backends.kernels.linear.skinny_linear import wide_linear
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen
 from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams
-from spec_decode.models.kernels.skinny_linear import wide_linear
 
 M = TypeVar("M", bound="_Mixer")
 

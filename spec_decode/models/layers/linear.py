@@ -9,17 +9,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from attn_backends.kernels.linear.batch_invariant_linear import batch_invariant_linear
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight
+from attn_backends.kernels.linear.linear import gated_linear, linear
+from attn_backends.kernels.linear.narrow_linear import MAX_WIDE_SORTED_ROWS, multiplies_narrow_rows, narrow_groups
+from attn_backends.kernels.linear.product_kind import ProductKind, product_kind
+from attn_backends.kernels.linear.skinny_linear import embed_linear, norm_linear
+from attn_backends.kernels.linear.streamed_linear import num_shares, streamed_groups
+from attn_backends.kernels.linear.streamed_shares import streamed_shares, sum_shares
+from attn_backends.kernels.linear.swiglu import swiglu
 from spec_decode.model_api import is_batch_invariant
-from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
 from spec_decode.models.kernels.embed_concat import embed_concat
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight
-from spec_decode.models.kernels.linear import gated_linear, linear
-from spec_decode.models.kernels.narrow_linear import MAX_WIDE_SORTED_ROWS, multiplies_narrow_rows, narrow_groups
-from spec_decode.models.kernels.product_kind import ProductKind, product_kind
-from spec_decode.models.kernels.skinny_linear import embed_linear, norm_linear
-from spec_decode.models.kernels.streamed_linear import num_shares, streamed_groups
-from spec_decode.models.kernels.streamed_shares import streamed_shares, sum_shares
-from spec_decode.models.kernels.swiglu import swiglu
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 ResidualStream = tuple[torch.Tensor, torch.Tensor | None]

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from attn_backends.kernels.linear.fp8_weight import Weight
+from attn_backends.kernels.linear.linear import linear, stacked_linear
 from attn_backends.kernels.rope import Rope
 from builders import AttentionKind, AttentionSpec
 from spec_decode.model_api import Attention, AttentionInputs, KeepRows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen
-from spec_decode.models.kernels.fp8_weight import Weight
-from spec_decode.models.kernels.linear import linear, stacked_linear
 from spec_decode.models.kernels.mla_query_key import mla_query_key
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RopeConfig, Yarn, read_latent_rope

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from attn_backends.kernels.linear.fp8_weight import Weight, empty_stack, fill, operands
+from attn_backends.kernels.linear.skinny_linear import wide_linear
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen, held
 from spec_decode.models.kernels.combine_experts import combine_experts
-from spec_decode.models.kernels.fp8_weight import Weight, empty_stack, fill, operands
 from spec_decode.models.kernels.order_by_expert import order_by_expert
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
-from spec_decode.models.kernels.skinny_linear import wide_linear
 from spec_decode.models.layers.feed_forward import (
     LLAMA_NAMES,
     FeedForward,

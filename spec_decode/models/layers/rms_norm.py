@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from attn_backends.kernels.add_rms_norm import add_rms_norm
 from spec_decode.models.checkpoints.store import ScopedWeights
-from spec_decode.models.kernels.add_rms_norm import add_rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
+from attn_backends.kernels.head_rotary import inverse_rotary, prepare_query
+from attn_backends.kernels.linear.fp8_weight import Weight
+from attn_backends.kernels.linear.linear import linear, stacked_linear
 from attn_backends.kernels.rope import Rope
 from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionKind, AttentionSpec
@@ -20,8 +22,6 @@ from spec_decode.model_api import Attention, AttentionInputs, KeepRows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen
-from spec_decode.models.kernels.fp8_weight import Weight
-from spec_decode.models.kernels.linear import linear, stacked_linear
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RopeConfig
 

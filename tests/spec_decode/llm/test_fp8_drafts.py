@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from attn_backends import get
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight
 from builders import BatchError
 from spec_decode import LLM, SamplingParams
 from spec_decode.engine import Engine, Request
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair, quantise_draft
-from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.paged import GraphMode
 from spec_decode.testing.held_out_text import held_out_prompts
 from tests.factories import engine_config

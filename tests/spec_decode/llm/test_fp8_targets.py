@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, widened
 from builders import BatchError
 from spec_decode.cli.main import main
 from spec_decode.llm import LLM, SamplingParams
@@ -20,7 +21,6 @@ from spec_decode.models.causal_lm import load_target
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder import DecoderTarget
 from spec_decode.models.eagle import EagleDraft
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, widened
 from tests.factories import CPU
 from tests.spec_decode.llm.test_published import write_model, write_tokenizer
 from tests.spec_decode.llm.test_published_targets import WORDS, texts

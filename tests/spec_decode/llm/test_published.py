@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight
 from builders import BatchError
 from spec_decode.cli.main import main
 from spec_decode.llm import LLM, SamplingParams
@@ -21,7 +22,6 @@ from spec_decode.llm.pair import Pair
 from spec_decode.models import CheckpointError
 from spec_decode.models.causal_lm import CausalDraft, load_target
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
-from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.load import load_draft
 from tests.factories import CPU
 from tests.spec_decode.models.test_speculators_drafts import FOLDERS

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from attn_backends import get
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, widened
 from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
 from benchmarks.rounds import RoundConfig, TimedDraft, _verified, make_drafter
 from builders import BatchError
@@ -15,7 +16,6 @@ from spec_decode.drafter import Strategy
 from spec_decode.model_api import DraftModel
 from spec_decode.models import SHIPPED_PAIR, dspark, load_pair, quantise_draft
 from spec_decode.models.checkpoints.store import TensorStore
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, widened
 from spec_decode.models.load import load_draft
 from spec_decode.models.mtp import load as load_mtp
 from spec_decode.models.mtp_modules import MtpModules

@@ -6,6 +6,8 @@ _ATTENTION = "vllm.v1.attention"
 _FLASHINFER = f"{_ATTENTION}.backends.flashinfer"
 _FLASHMLA_SPARSE = f"{_ATTENTION}.backends.mla.flashmla_sparse"
 _MLA = "vllm.model_executor.layers.attention.mla_attention"
+_LAYERS = "vllm.model_executor.layers"
+_MODELS = "vllm.model_executor.models"
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 
 PLACES = {
@@ -48,6 +50,26 @@ PLACES = {
     "QueryLenSupport": f"{_MLA}:QueryLenSupport",
     "compute_token_to_req_indices": f"{_ATTENTION}.ops.metadata:compute_token_to_req_indices",
     "flashmla": f"{_ATTENTION}.ops.flashmla",
+    # Linear layers, and what chooses how they multiply.
+    "LinearBase": f"{_LAYERS}.linear:LinearBase",
+    "OnlineLinearBase": f"{_LAYERS}.quantization.online.fp8:OnlineLinearBase",
+    "ParallelLMHead": f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead",
+    "QuantizationConfig": f"{_LAYERS}.quantization.base_config:QuantizationConfig",
+    "RoutedExperts": f"{_LAYERS}.fused_moe:RoutedExperts",
+    "UnquantizedEmbeddingMethod": f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
+    "UnquantizedLinearMethod": f"{_LAYERS}.linear:UnquantizedLinearMethod",
+    "current_platform": "vllm.platforms:current_platform",
+    "register_quantization_config": f"{_LAYERS}.quantization:register_quantization_config",
+    "replace_parameter": "vllm.model_executor.utils:replace_parameter",
+    # Drafts that score their next tokens with a head, and where vLLM keeps them.
+    "ModelRegistry": f"{_MODELS}.registry:ModelRegistry",
+    "tensor_model_parallel_all_gather": "vllm.distributed:tensor_model_parallel_all_gather",
+    "DFlash2Qwen3ForCausalLM": f"{_MODELS}.qwen3_dflash2:DFlash2Qwen3ForCausalLM",
+    "DFlashQwen3ForCausalLM": f"{_MODELS}.qwen3_dflash:DFlashQwen3ForCausalLM",
+    "DeepSeekMTP": f"{_MODELS}.deepseek_mtp:DeepSeekMTP",
+    "Eagle3LlamaForCausalLM": f"{_MODELS}.llama_eagle3:Eagle3LlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM": f"{_MODELS}.qwen3_eagle3:Eagle3Qwen3ForCausalLM",
+    "EagleLlamaForCausalLM": f"{_MODELS}.llama_eagle:EagleLlamaForCausalLM",
     # The speculators that the validator watches, and the states of hybrid targets.
     "AttentionGroup": "vllm.v1.worker.utils:AttentionGroup",
     "DFlashSpeculator": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",

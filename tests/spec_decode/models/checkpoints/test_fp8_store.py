@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, widened
 from spec_decode.models.causal_lm import load_target
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.fp8_store import Fp8Store
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder import DecoderTarget
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, widened
 from spec_decode.models.target_fields import unserved
 from tests.factories import CPU
 from tests.spec_decode.models.checkpoints.fp8_folders import FP8, LAYOUTS, Tensors, compressed, write_fp8

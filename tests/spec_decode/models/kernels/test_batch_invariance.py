@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attn_backends.kernels.add_rms_norm import add_rms_norm
+from attn_backends.kernels.linear.linear import gated_linear, linear, stacked_linear
+from attn_backends.kernels.linear.skinny_linear import wide_linear
+from attn_backends.kernels.linear.swiglu import swiglu
 from spec_decode.model_api import batch_invariance
-from spec_decode.models.kernels.add_rms_norm import add_rms_norm
 from spec_decode.models.kernels.combine_experts import combine_experts
 from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams, write_streams
-from spec_decode.models.kernels.linear import gated_linear, linear, stacked_linear
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
-from spec_decode.models.kernels.skinny_linear import wide_linear
-from spec_decode.models.kernels.swiglu import swiglu
 from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linear
 
 SIZE = st.one_of(st.integers(1, 70), st.sampled_from([127, 255, 511]))

@@ -6,7 +6,7 @@ import torch
 from attn_backends.kernels.rope import Rope
 from builders.errors import BatchError
 from spec_decode.models.kernels.mla_query_key import mla_query_key
-from tests.attn_backends.kernels.test_latent_rotary import angles_of, rotated
+from tests.attn_backends.kernels.test_head_rotary import angles_of, rotated
 
 TOKENS, HEADS, DIMS, ROTARY = 3, 2, 4, 6
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from spec_decode.models.kernels import skinny_linear as skinny
-from spec_decode.models.kernels.skinny_linear import MAX_ROWS
+from attn_backends.kernels.linear import skinny_linear as skinny
+from attn_backends.kernels.linear.skinny_linear import MAX_ROWS
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LatentDecoderLayer, LayerOptions, make_layer
 from spec_decode.models.layers.rope import RotaryEmbedding
 from tests.factories import make_config, make_latent_config

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from spec_decode.models.kernels import skinny_linear as skinny
-from spec_decode.models.kernels import streamed_linear as streamed
-from spec_decode.models.kernels.skinny_tiling import MAX_ROWS
-from spec_decode.models.kernels.streamed_tiling import ROWS_OF_ANY_WEIGHT
+from attn_backends.kernels.linear import skinny_linear as skinny
+from attn_backends.kernels.linear import streamed_linear as streamed
+from attn_backends.kernels.linear.skinny_tiling import MAX_ROWS
+from attn_backends.kernels.linear.streamed_tiling import ROWS_OF_ANY_WEIGHT
 from spec_decode.models.layers.linear import (
     EmbedLinear,
     FusingLinear,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from spec_decode.model_api.batch_invariance import batch_invariance
+from attn_backends.kernels.linear.batch_invariance import batch_invariance
+from attn_backends.kernels.linear.swiglu import swiglu
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
-from spec_decode.models.kernels.swiglu import swiglu
 from spec_decode.models.layers import linear as products
 from spec_decode.models.layers.feed_forward import FeedForward
 from spec_decode.models.layers.moe import Experts, MixtureOfExperts

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from attn_backends.kernels.linear.fp8_weight import Weight, operands, widened
+from attn_backends.kernels.linear.streamed_linear import StreamedLinear, launch_sum_shares
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import stored_as
-from spec_decode.models.kernels.fp8_weight import Weight, operands, widened
-from spec_decode.models.kernels.streamed_linear import StreamedLinear, launch_sum_shares
 
 
 def streamed_shares(x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -75,5 +75,5 @@ class SumShares(NamedTuple):
         return stored.to(out.dtype)
 
 
-_streamed_shares = define_op("spec_decode::streamed_shares", StreamedShares)
-_sum_shares = define_op("spec_decode::sum_shares", SumShares)
+_streamed_shares = define_op("attn_backends::streamed_shares", StreamedShares)
+_sum_shares = define_op("attn_backends::sum_shares", SumShares)

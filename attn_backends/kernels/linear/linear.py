@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from spec_decode.model_api import is_batch_invariant
-from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight
-from spec_decode.models.kernels.narrow_linear import narrow_linear
-from spec_decode.models.kernels.product_kind import ProductKind, product_kind
-from spec_decode.models.kernels.skinny_linear import skinny_gated_linear, skinny_linear
-from spec_decode.models.kernels.streamed_linear import streamed_linear
-from spec_decode.models.kernels.swiglu import swiglu
+from attn_backends.kernels.linear.batch_invariance import is_batch_invariant
+from attn_backends.kernels.linear.batch_invariant_linear import batch_invariant_linear
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight
+from attn_backends.kernels.linear.narrow_linear import narrow_linear
+from attn_backends.kernels.linear.product_kind import ProductKind, product_kind
+from attn_backends.kernels.linear.skinny_linear import skinny_gated_linear, skinny_linear
+from attn_backends.kernels.linear.streamed_linear import streamed_linear
+from attn_backends.kernels.linear.swiglu import swiglu
 
 _SLOW_ROWS, _EXTRA_ROWS = (320, 448), 8
 """Rows that cuBLAS can multiply by a gate in tiles too narrow to be fast, and how many more cure it: five gates took

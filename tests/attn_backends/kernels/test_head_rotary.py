@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
+from attn_backends.kernels.head_rotary import inverse_rotary, prepare_query
 from builders import BatchError
 
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-5}}

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
+from attn_backends.kernels.linear import linear as linear_module
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight
+from attn_backends.kernels.linear.linear import gated_linear, linear
+from attn_backends.kernels.linear.product_kind import ProductKind, product_kind
+from attn_backends.kernels.linear.streamed_tiling import MAX_ROWS
+from attn_backends.kernels.linear.streamed_tiling import ROWS_OF_ANY_WEIGHT as MOST
+from attn_backends.kernels.linear.swiglu import swiglu
 from builders.devices import num_sms
 from spec_decode.model_api import batch_invariance
-from spec_decode.models.kernels import linear as linear_module
-from spec_decode.models.kernels.fp8_weight import Fp8Weight
-from spec_decode.models.kernels.linear import gated_linear, linear
-from spec_decode.models.kernels.product_kind import ProductKind, product_kind
-from spec_decode.models.kernels.streamed_tiling import MAX_ROWS
-from spec_decode.models.kernels.streamed_tiling import ROWS_OF_ANY_WEIGHT as MOST
-from spec_decode.models.kernels.swiglu import swiglu
 
 SKINNY, STREAMED, TORCH = ProductKind.SKINNY, ProductKind.STREAMED, ProductKind.TORCH
 WEIGHT = torch.zeros(4, 8).half()

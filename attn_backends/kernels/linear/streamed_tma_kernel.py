@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from attn_backends.kernels.linear.swiglu import activate
 from builders.kernels.triton_runtime import HAVE_TRITON, await_previous, tl, triton
-from spec_decode.models.kernels.swiglu import activate
 
 if HAVE_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor

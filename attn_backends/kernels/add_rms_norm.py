@@ -122,4 +122,4 @@ def _add_rms_norm_kernel(
     tl.store(y_ptr + token * n_cols + offs, (x_fp32 * rstd * w).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-_add_rms_norm = define_op("spec_decode::add_rms_norm", AddRmsNorm)
+_add_rms_norm = define_op("attn_backends::add_rms_norm", AddRmsNorm)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from attn_backends.kernels.linear.fp8_weight import DTYPE, Fp8Weight
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
-from spec_decode.models.kernels.fp8_weight import DTYPE, Fp8Weight
 
 MAX_WIDE_ROWS = 64
 """Up to this many rows stay in 16 bits: as many as 8 requests with 7 drafts each verify. With 16, 64, 128, 256 and 512
@@ -138,4 +138,4 @@ def narrow_rows_kernel(
     tl.store(y_ptr + row * K + offs, (x / scale).to(y_ptr.dtype.element_ty), mask=offs < K)
 
 
-_narrow_rows = define_op("spec_decode::narrow_rows", NarrowRows)
+_narrow_rows = define_op("attn_backends::narrow_rows", NarrowRows)

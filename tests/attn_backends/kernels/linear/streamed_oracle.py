@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, operands
-from spec_decode.models.kernels.streamed_linear import StreamedLinear
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, operands
+from attn_backends.kernels.linear.streamed_linear import StreamedLinear
 
 FORMS = (
     "plain", "bias", "residual", "gated", "gated_limit", "groups", "biased_groups", "gated_groups",

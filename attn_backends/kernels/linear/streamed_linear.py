@@ -16,26 +16,26 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from builders.devices import room_of
-from builders.errors import BatchError, require
-from builders.kernels.op import define_op
-from builders.kernels.sizes import cdiv, next_power_of_2
-from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
-from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
-from spec_decode.models.kernels.streamed_tiling import (
+from attn_backends.kernels.linear.fp8_weight import Weight, is_scaled, operands, widened
+from attn_backends.kernels.linear.streamed_tiling import (
     MAX_GATED_ROWS,
     MAX_ROWS,
     StreamedTiling,
     streamed_tiling,
 )
-from spec_decode.models.kernels.streamed_tma_kernel import (
+from attn_backends.kernels.linear.streamed_tma_kernel import (
     describe,
     epilogue,
     is_describable,
     prefetch_weight,
     streamed_tma_kernel,
 )
-from spec_decode.models.kernels.swiglu import activated
+from attn_backends.kernels.linear.swiglu import activated
+from builders.devices import room_of
+from builders.errors import BatchError, require
+from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
+from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
 _EVICT_ABOVE_BYTES = 32 << 20
 """Larger weights are evicted first from the L2 cache, which would not hold them until the next step anyway."""
@@ -367,7 +367,7 @@ def launch_sum_shares(
     )
 
 
-_streamed_linear = define_op("spec_decode::streamed_linear", StreamedLinear)
+_streamed_linear = define_op("attn_backends::streamed_linear", StreamedLinear)
 
 
 @triton.jit

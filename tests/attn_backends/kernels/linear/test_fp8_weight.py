@@ -5,12 +5,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from builders.errors import BatchError
-from spec_decode.graphs.dispatch_mode import PlainDispatchMode
-from spec_decode.model_api import batch_invariance
-from spec_decode.models.kernels import fp8_weight, streamed_linear
-from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
-from spec_decode.models.kernels.fp8_weight import (
+from attn_backends.kernels.linear import fp8_weight, streamed_linear
+from attn_backends.kernels.linear.batch_invariant_linear import batch_invariant_linear
+from attn_backends.kernels.linear.fp8_weight import (
     Fp8Weight,
     empty_stack,
     fill,
@@ -19,8 +16,11 @@ from spec_decode.models.kernels.fp8_weight import (
     reads_fp8,
     widened,
 )
-from spec_decode.models.kernels.linear import gated_linear, linear
-from spec_decode.models.kernels.swiglu import swiglu
+from attn_backends.kernels.linear.linear import gated_linear, linear
+from attn_backends.kernels.linear.swiglu import swiglu
+from builders.errors import BatchError
+from spec_decode.graphs.dispatch_mode import PlainDispatchMode
+from spec_decode.model_api import batch_invariance
 from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linear
 
 HALF_A_STEP = 2.0**-4

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from attn_backends.kernels.linear import narrow_linear as narrow
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, widened
+from attn_backends.kernels.linear.linear import gated_linear, linear
+from attn_backends.kernels.linear.product_kind import ProductKind, product_kind
+from attn_backends.kernels.linear.swiglu import swiglu
 from spec_decode.model_api import batch_invariance
-from spec_decode.models.kernels import narrow_linear as narrow
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, widened
-from spec_decode.models.kernels.linear import gated_linear, linear
-from spec_decode.models.kernels.product_kind import ProductKind, product_kind
-from spec_decode.models.kernels.swiglu import swiglu
 from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linear
 
 MANY = narrow.MAX_WIDE_ROWS + 1

@@ -7,25 +7,25 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from builders.devices import Room
-from builders.errors import BatchError
-from spec_decode.models.kernels import streamed_linear as streamed_linear_module
-from spec_decode.models.kernels.fp8_weight import Fp8Weight
-from spec_decode.models.kernels.streamed_linear import (
+from attn_backends.kernels.linear import streamed_linear as streamed_linear_module
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight
+from attn_backends.kernels.linear.streamed_linear import (
     StreamedLinear,
     num_shares,
     streamed_groups,
     streamed_linear,
 )
-from spec_decode.models.kernels.streamed_shares import streamed_shares, sum_shares
-from spec_decode.models.kernels.streamed_tiling import (
+from attn_backends.kernels.linear.streamed_shares import streamed_shares, sum_shares
+from attn_backends.kernels.linear.streamed_tiling import (
     MAX_GATED_ROWS,
     MAX_ROWS,
     ROWS_OF_ANY_WEIGHT,
     most_rows,
     streamed_tiling,
 )
-from tests.spec_decode.models.kernels.streamed_oracle import (
+from builders.devices import Room
+from builders.errors import BatchError
+from tests.attn_backends.kernels.linear.streamed_oracle import (
     FORMS,
     LIMIT,
     assert_exact,

@@ -7,8 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, operands
-from spec_decode.models.kernels.skinny_linear import SkinnyLinear, embed_linear, norm_linear, skinny_linear, wide_linear
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, operands
+from attn_backends.kernels.linear.skinny_linear import (
+    SkinnyLinear,
+    embed_linear,
+    norm_linear,
+    skinny_linear,
+    wide_linear,
+)
 
 EPS = 1e-6
 VOCAB = 11

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from attn_backends.kernels.linear.fp8_weight import Weight, is_scaled, operands, widened
 from builders.devices import Room, room_of
 from builders.errors import require
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
-from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
 
 
 def batch_invariant_linear(x: torch.Tensor, weight: Weight, ends: torch.Tensor | None = None) -> torch.Tensor:
@@ -183,4 +183,4 @@ def batch_invariant_linear_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & (offs_n < N))
 
 
-_batch_invariant_linear = define_op("spec_decode::batch_invariant_linear", BatchInvariantLinear)
+_batch_invariant_linear = define_op("attn_backends::batch_invariant_linear", BatchInvariantLinear)

@@ -6,12 +6,12 @@ from enum import Enum
 
 import torch
 
+from attn_backends.kernels.linear.batch_invariance import is_batch_invariant
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight
+from attn_backends.kernels.linear.narrow_linear import MAX_WIDE_ROWS, multiplies_narrow_rows
+from attn_backends.kernels.linear.skinny_tiling import most_skinny_rows
+from attn_backends.kernels.linear.streamed_tiling import most_rows
 from builders.devices import room_of
-from spec_decode.model_api import is_batch_invariant
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight
-from spec_decode.models.kernels.narrow_linear import MAX_WIDE_ROWS, multiplies_narrow_rows
-from spec_decode.models.kernels.skinny_tiling import most_skinny_rows
-from spec_decode.models.kernels.streamed_tiling import most_rows
 
 
 class ProductKind(Enum):

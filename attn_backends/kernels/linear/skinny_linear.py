@@ -12,18 +12,17 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from attn_backends.kernels.add_rms_norm import add_rms_norm
+from attn_backends.kernels.linear.batch_invariance import is_batch_invariant
+from attn_backends.kernels.linear.batch_invariant_linear import batch_invariant_linear
+from attn_backends.kernels.linear.fp8_weight import Weight, is_scaled, operands, widened
+from attn_backends.kernels.linear.product_kind import may_launch
+from attn_backends.kernels.linear.skinny_tiling import MAX_ROWS, Tiling, tile_of
+from attn_backends.kernels.linear.swiglu import activated
 from builders.errors import BatchError, require
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
-from spec_decode.model_api import is_batch_invariant
-from spec_decode.models.kernels.add_rms_norm import add_rms_norm
-from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
-from spec_decode.models.kernels.embed_concat import embedded
-from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
-from spec_decode.models.kernels.product_kind import may_launch
-from spec_decode.models.kernels.skinny_tiling import MAX_ROWS, Tiling, tile_of
-from spec_decode.models.kernels.swiglu import activated
 
 MAX_WIDE_ROWS = 64
 """Rows of a wide linear, whose weight is small enough to be read again for every _TOGETHER of them."""
@@ -102,6 +101,12 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None
     with torch.autocast(x.device.type, enabled=False):
         out: torch.Tensor = (_skinny_linear(*arguments) if few else arguments.reference())[1]
     return out
+
+
+def embedded(token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    """Return embedding[token_ids], with a row of 0 for an id outside the vocabulary, as the kernels that embed do."""
+    known = (token_ids >= 0) & (token_ids < len(embedding))
+    return torch.where(known[..., None], F.embedding(token_ids * known, embedding), 0)
 
 
 def _like(tensor: torch.Tensor | None, x: torch.Tensor, *shape: int) -> bool:
@@ -231,7 +236,7 @@ class SkinnyLinear(NamedTuple):
         return total, stored.to(out.dtype)
 
 
-_skinny_linear = define_op("spec_decode::skinny_linear", SkinnyLinear)
+_skinny_linear = define_op("attn_backends::skinny_linear", SkinnyLinear)
 
 
 @triton.jit

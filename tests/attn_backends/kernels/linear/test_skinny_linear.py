@@ -5,10 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders.errors import BatchError
-from builders.kernels.sizes import next_power_of_2
-from spec_decode.models.kernels import skinny_linear as module
-from spec_decode.models.kernels.skinny_linear import (
+from attn_backends.kernels.linear import skinny_linear as module
+from attn_backends.kernels.linear.skinny_linear import (
     MAX_ROWS,
     MAX_WIDE_ROWS,
     SkinnyLinear,
@@ -17,8 +15,10 @@ from spec_decode.models.kernels.skinny_linear import (
     skinny_linear,
     wide_linear,
 )
-from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, MIN_PROGRAMS, Tiling, tile_of, tiling
-from tests.spec_decode.models.kernels.skinny_oracle import EPS, FORMS, NARROW, assert_within_budget, make_inputs
+from attn_backends.kernels.linear.skinny_tiling import MAX_SUMS, MIN_PROGRAMS, Tiling, tile_of, tiling
+from builders.errors import BatchError
+from builders.kernels.sizes import next_power_of_2
+from tests.attn_backends.kernels.linear.skinny_oracle import EPS, FORMS, NARROW, assert_within_budget, make_inputs
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from attn_backends.kernels.linear.batch_invariance import by_row
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.model_api.batch_invariance import by_row
 
 _BLOCK = 1024
 
@@ -118,4 +118,4 @@ def _swiglu_kernel(
     tl.store(y_ptr + token * n_cols + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-_swiglu = define_op("spec_decode::swiglu", SwiGLU)
+_swiglu = define_op("attn_backends::swiglu", SwiGLU)

@@ -1,0 +1,48 @@
+"""`linear` as one op, which chooses the kernel when it runs: a compiler traces it once, for any number of rows.
+
+Legend: M rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, widened
+from attn_backends.kernels.linear.linear import linear
+from builders.kernels.op import define_op
+
+
+class LinearArguments(NamedTuple):
+    """The arguments of `torch.ops.attn_backends.linear`, which returns x @ weight^T + bias, [M, N] in x's dtype.
+
+    x       16-bit [M, K]
+    weight  [N, K], contiguous, in x's dtype or in float8_e4m3fn
+    scale   fp32 [N], of an 8-bit weight; None for another
+    bias    [N] in x's dtype, or None
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scale: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def reference(self) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(self.x.float(), widened(self.weight, self.scale), bias).to(self.x.dtype)
+
+    def fake(self) -> torch.Tensor:
+        return self.x.new_empty(self.x.shape[0], self.weight.shape[0])
+
+    def launch(self) -> torch.Tensor:
+        if self.scale is None:
+            return linear(self.x, self.weight, self.bias)
+        # Kernels of 8-bit weights read rows whose inputs are contiguous; those of 16-bit ones leave others to torch.
+        x = self.x if self.x.stride(1) == 1 else self.x.contiguous()
+        return linear(x, Fp8Weight(self.weight, self.scale), self.bias)
+
+
+linear_op = define_op("attn_backends::linear", LinearArguments)
+"""For callers that no compiler traces; the others use torch.ops."""
