@@ -53,8 +53,9 @@ engines: engine-vllm engine-sglang engine-sglang-rounds
 engine-vllm: $(VENV)/.installed $(VLLM)/.unpacked
 	PYTHONPATH=$(VLLM) $(BIN)/attn-backends check --engine vllm --json build/engines
 	PYTHONPATH=$(VLLM) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_vllm_inside.py tests/engines/test_vllm_blocks.py \
-		tests/engines/test_vllm_validator.py tests/engines/test_vllm_latents.py tests/engines/test_vllm_sparse_latents.py \
-		tests/engines/test_vllm_empty_updates.py tests/engines/test_vllm_recurrent_states.py tests/engines/test_vllm_engine_arm.py
+		tests/engines/test_vllm_validator.py tests/engines/test_vllm_state_validator.py tests/engines/test_vllm_latents.py tests/engines/test_vllm_sparse_latents.py \
+		tests/engines/test_vllm_empty_updates.py tests/engines/test_vllm_recurrent_states.py tests/engines/test_vllm_engine_arm.py \
+		tests/engines/test_vllm_hybrid_target.py
 
 engine-sglang: $(VENV)/.installed $(SGLANG)/.unpacked
 	PYTHONPATH=$(SGLANG) $(BIN)/attn-backends check --engine sglang --json build/engines

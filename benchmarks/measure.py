@@ -17,6 +17,8 @@ _REPEATS = 40
 _CYCLES_A_MICROSECOND = 2000
 """Upper bound on a GPU's clock."""
 _MATMUL_SIZE = 8192
+_NAME = 160
+"""Characters of a kernel's name: more of a template's arguments tell nothing."""
 _QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 
 Quantiles = dict[str, float]
@@ -96,11 +98,31 @@ def time_in_turn(call: Callable[[T], object], inputs: Sequence[T]) -> Quantiles:
 
 def kernels_in(call: Callable[[], object]) -> int:
     """Count the CUDA kernels, copies and fills that one call runs."""
+    return sum(launches for _, launches in _device_times(call).values())
+
+
+def largest_kernels(call: Callable[[], object], most: int) -> dict[str, object]:
+    """Return where the device time of one call goes: `gpu_us` of all kernels, copies and fills, and of the largest by
+    name the `us` and the `launches`. The rest of the call's time, the device waits."""
+    times = _device_times(call)
+    largest = sorted(times, key=lambda name: -times[name][0])[:most]
+    kernels = [{"kernel": name, "us": round(times[name][0], 1), "launches": times[name][1]} for name in largest]
+    return {"gpu_us": round(sum(us for us, _ in times.values()), 1), "kernels": kernels}
+
+
+def _device_times(call: Callable[[], object]) -> dict[str, tuple[float, int]]:
+    """Return the microseconds and the number of all kernels, copies and fills that one call runs, by the start of their
+    names."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type.name == "CUDA" for event in profile.events())
+    times: dict[str, tuple[float, int]] = {}
+    for event in profile.events():
+        if event.device_type.name == "CUDA":
+            us, launches = times.get(name := event.name[:_NAME], (0.0, 0))
+            times[name] = us + event.time_range.elapsed_us(), launches + 1
+    return times
 
 
 def kernel_interval() -> float:

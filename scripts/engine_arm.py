@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.measure import largest_kernels
 from benchmarks.random_model import save_random
 from scripts import vllm_arm
 from scripts.vllm_worker import weight_shapes
@@ -34,6 +35,8 @@ CHANNELS = "fp8_per_channel"
 WARM_UP = 32
 """New tokens of every request before decoding alone is timed, as in `bench throughput`."""
 PREFILL_REQUESTS, PREFILL_TOKENS = 16, 1000
+MOST_KERNELS = 16
+"""Kernels that the profile names: of the prompts, and of WARM_UP new tokens of the fewest requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,9 @@ class Engine(Protocol):
 def measure(arm: EngineArm) -> dict[str, Any]:
     """Return a row for each number of requests, the speed of prompts, and how the engine ran."""
     began = time.monotonic()
-    engine = Ours(arm) if arm.engine == OURS else Theirs(arm)
+    # vLLM rounds weights as it loads them, so 8-bit ones stay those of its loader of random weights.
+    fills = not (arm.weights or arm.draft_weights)
+    engine = Ours(arm) if arm.engine == OURS else Theirs(vllm_options(arm), fills=fills)
     up_s = round(time.monotonic() - began, 1)
     vocab, new_tokens, rows = vllm_arm.SIZES[arm.size][5], vllm_arm.NEW_TOKENS, []
     for requests in arm.requests:
@@ -103,7 +108,11 @@ def measure(arm: EngineArm) -> dict[str, Any]:
     prompts = prefill_prompts(vocab)
     tokens = sum(map(len, prompts))
     speeds = _speeds(tokens, whole_seconds(engine, prompts, 1))
-    prefill = {"requests": len(prompts), "prompt_tokens": tokens, "tokens_per_s": speeds}
+    prefill: dict[str, Any] = {"requests": len(prompts), "prompt_tokens": tokens, "tokens_per_s": speeds}
+    if torch.cuda.is_available():
+        prefill |= largest_kernels(lambda: engine.generate(prompts, 1), MOST_KERNELS)
+        few = [prompt["prompt_token_ids"] for prompt in vllm_arm.prompts(arm.requests[0], vocab)]
+        rows[0] |= largest_kernels(lambda: engine.generate(few, WARM_UP), MOST_KERNELS)
     return {**engine.about, "up_s": up_s, "rows": rows, "prefill": prefill}
 
 
@@ -206,19 +215,18 @@ def write_model(folder: Path, size: str, *, kind: str = "") -> Path:
 
 
 class Theirs:
-    """vLLM with its defaults, compiled, on its own attention backends."""
+    """vLLM with these arguments of vllm.LLM. fills: whether its weights become those of vllm_worker.random_weights."""
 
-    def __init__(self, arm: EngineArm) -> None:
+    def __init__(self, options: Mapping[str, Any], *, fills: bool) -> None:
         os.environ.update({**vllm_arm.ENVIRONMENT, vllm_arm.VALIDATE: "0"})
         os.environ["PYTHONPATH"] = os.pathsep.join([str(vllm_arm.ROOT), os.environ.get("PYTHONPATH", "")])
         import vllm
 
-        self._new_params, self._llm = vllm.SamplingParams, vllm.LLM(**vllm_options(arm))
-        if not (arm.weights or arm.draft_weights):
-            # vLLM rounds weights as it loads them, so 8-bit ones stay those of its loader of random weights.
+        self._new_params, self._llm = vllm.SamplingParams, vllm.LLM(**options)
+        if fills:
             self._llm.collective_rpc("fill_weights", args=(vllm_arm.SEED,))
-        mode = self._llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
-        self.about = {"vllm": vllm.__version__, "graph_mode": str(mode)}
+        config = self._llm.llm_engine.vllm_config
+        self.about = {"vllm": vllm.__version__, "graph_mode": str(config.compilation_config.cudagraph_mode)}
         self._waiting, self._counts, self._ids = 0, dict[str, int](), count()
 
     def generate(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
@@ -228,6 +236,12 @@ class Theirs:
         self._waiting, self._counts = len(prompts), {}
         for prompt in prompts:
             self._llm.llm_engine.add_request(f"{next(self._ids)}", _tokens(prompt), self._params(new_tokens))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that its KV cache has room for."""
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return int(cache.num_gpu_blocks * cache.block_size)
 
     def step(self) -> list[int]:
         for output in self._llm.llm_engine.step():
@@ -239,7 +253,7 @@ class Theirs:
 
 
 def vllm_options(arm: EngineArm) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM."""
+    """Return the arguments of vllm.LLM: its defaults, compiled, on its own attention backends."""
     draft = BACKEND if arm.steps else ""
     same = vllm_arm.Arm(draft, arm.steps, arm.size, arm.kept, compiled=True, requests=arm.requests)
     options = vllm_arm.engine_options(same)

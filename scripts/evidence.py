@@ -73,6 +73,7 @@ def shared_steps(backends: Sequence[str], states: Sequence[str] = ()) -> list[St
         gpu_test("pair_agreement", 700),
         gpu_test("engine_run", 400),
         gpu_test("transformers_logits", 300),
+        gpu_test("published_families", 300),
         gpu_test("draft_kinds", 200),
         gpu_test("shared_gpu_replays", 240),
         *(Step(f"check-{name}-soak", (*CLI, "check", name, *soak), 500) for name in backends),

@@ -22,13 +22,20 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
     "llama3-8b": (4096, 14336, 32, 8, 128, 128256, 32),
     "small": (1024, 2816, 8, 2, 128, 32000, 4),
+    "llama-1b": (2048, 8192, 32, 8, 64, 128256, 16),
+    "dim-256": (4096, 12288, 16, 4, 256, 151936, 32),
     "qwen3-8b": (4096, 12288, 32, 8, 128, 151936, 36),
     "qwen3-small": (1024, 2816, 8, 2, 128, 32000, 8),
+    "qwen3.5": (4096, 12288, 16, 4, 256, 248320, 4),
+    "qwen3.5-small": (1024, 2816, 4, 2, 256, 32000, 4),
     "deepseek-v3": (7168, 18432, 128, 128, 64, 129280, 4),
     "deepseek-v3-shard": (7168, 2304, 16, 16, 64, 16160, 4),
     "deepseek-small": (1024, 2816, 16, 16, 64, 32000, 4),
 }
 """hidden_size, intermediate_size, heads, KV heads, head_dim, vocab_size, layers.
+
+llama-1b has the shape of Llama-3.2-1B, and dim-256 the heads of Qwen3.5's attention layers. qwen3.5 is four layers of
+the published width, three with recurrent states and one with attention, plus the published MTP layer.
 
 deepseek-v3 is the first four of the 61 published layers, three dense and one with experts, plus the published MTP
 layer, also with experts: 53 GB in bfloat16, which fits an H100. -shard is one GPU's part of it under tensor parallelism
@@ -46,13 +53,24 @@ LATENTS = {
     "num_nextn_predict_layers": 1,
 }  # fmt: skip
 """As published."""
+STATES = {
+    "layer_types": [*["linear_attention"] * 3, "full_attention"], "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+"""As published."""
 FAMILIES = {
     "llama": {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
+    "qwen3_5_text": {"architectures": ["Qwen3_5ForCausalLM"], "rms_norm_eps": 1e-6, **STATES},
     "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 10000.0, **LATENTS},
 }
 """Configuration of each family of models."""
-KINDS = {"eagle": "EagleLlamaForCausalLM", "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "mtp": ""}
+KINDS = {
+    "eagle": "EagleLlamaForCausalLM", "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "mtp": "",
+    "qwen3.5-mtp": "",
+}  # fmt: skip
 """Kinds of drafts and their architectures. DFlash and DFlash2 propose a block; an MTP layer is part of its target."""
 BLOCK_LAYERS = 5
 """Layers of a block draft, and target layers whose states it reads."""
@@ -127,16 +145,17 @@ class Arm:
         return f"{self.draft or 'no draft'} K={self.steps} {self.size} {kept} TP={self.num_gpus}{more}"
 
 
-def model_folder(size: str, *, kind: str = "") -> str:
+def model_folder(size: str, *, kind: str = "", positions: int = 8192) -> str:
     """Make a folder that holds only a config.json: weights come later. kind: of a draft, in KINDS; empty: the
     target."""
     hidden, wide, heads, kv_heads, head_dim, vocab, layers = SIZES[size]
-    family = {"qwen3": "qwen3", "deepseek": "deepseek_v3"}.get(size.partition("-")[0], "llama")
+    families = {"qwen3": "qwen3", "qwen3.5": "qwen3_5_text", "deepseek": "deepseek_v3"}
+    family = families.get(size.partition("-")[0], "llama")
     config = {
         "model_type": family, "hidden_size": hidden, "intermediate_size": wide, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab, "num_hidden_layers": layers,
-        "max_position_embeddings": 8192, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "bos_token_id": 1, "eos_token_id": 2, **FAMILIES[family],
+        "max_position_embeddings": positions, "hidden_act": "silu", "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, **FAMILIES[family],
     }  # fmt: skip
     if family == "deepseek_v3":
         has_experts = size in EXPERT_WIDTH
@@ -185,10 +204,10 @@ def engine_options(arm: Arm) -> dict[str, Any]:
     }  # fmt: skip
     if arm.draft:
         speculation: dict[str, Any] = {
-            "method": "dflash" if arm.kind.startswith("dflash") else arm.kind,
+            "method": "dflash" if arm.kind.startswith("dflash") else arm.kind.rpartition("-")[2],
             "num_speculative_tokens": arm.steps, "attention_backend": arm.draft,
         }  # fmt: skip
-        if arm.kind != "mtp":
+        if KINDS[arm.kind]:
             speculation["model"] = model_folder(arm.size, kind=arm.kind)
         if arm.kept:
             # vLLM also counts the target's own token.

@@ -1,19 +1,21 @@
 """Measure vLLM with its own draft backends and with ours, on the GPUs of one machine: python scripts/vllm_figures.py
---json reports/h100/vllm.json; or with --engines, whole engines: vLLM beside this library's LLM.
+--json reports/h100/vllm.json; or with --engines, whole engines: vLLM beside this library's LLM; or with --contexts,
+over long contexts.
 
 The models are a Llama of the 8B shape with an EAGLE draft, a Qwen3 of its 8B shape with DFlash and DFlash2, which draft
-a block at once, and layers of DeepSeek-V3 with its MTP layer, whose cache holds latents. Weights are random, and the
-target runs on the backend vLLM chooses, FLASH_ATTN or FLASH_ATTN_MLA. Timed arms keep a fixed number of drafts per
-round, whatever was drafted, so that all do the same work. Watched arms alternate between runs with and without the
-plug-in's metadata validation. Exact arms, on a small model, keep what the target accepts: all draft from the same
-texts, and their draft tokens are compared with those drafted on the target's backend. How far two of vLLM's own
-backends differ there is the effect of rounding. With two GPUs, some arms run over both, with tensor parallelism. Timed
-Llamas and Qwen3s on one GPU are compiled, as vLLM does by default, with piecewise graphs where full ones are
-impossible; other arms have full graphs or none, which starts an engine sooner. Every arm is a process that runs each
-batch once before timing it, with exclusive use of its GPUs and their share of the cores; exact arms share both. Each
-arm's result is kept in a folder, with its log: it is reused while the code the report covers, the measuring code, the
-GPU and the versions are unchanged. With --minutes, arms that are not finished in time are skipped, the last first, and
-what is kept is reported; you can move the folder to another machine in between.
+a block at once, layers of Qwen3.5 with recurrent states and its MTP layer, and layers of DeepSeek-V3 with its MTP
+layer, whose cache holds latents. Weights are random, and the target runs on the backend vLLM chooses, FLASH_ATTN or
+FLASH_ATTN_MLA. Timed arms keep a fixed number of drafts per round, whatever was drafted, so that all do the same work.
+Watched arms alternate between runs with and without the plug-in's metadata validation. Exact arms, on a small model,
+keep what the target accepts: all draft from the same texts, and their draft tokens are compared with those drafted on
+the target's backend. How far two of vLLM's own backends differ there is the effect of rounding. With two GPUs, some
+arms run over both, with tensor parallelism. Timed Llamas and Qwen3s on one GPU are compiled, as vLLM does by default,
+with piecewise graphs where full ones are impossible; other arms have full graphs or none, which starts an engine
+sooner. Every arm is a process that runs each batch once before timing it, with exclusive use of its GPUs and their
+share of the cores; exact arms share both. Each arm's result is kept in a folder, with its log: it is reused while the
+code the report covers, the measuring code, the GPU and the versions are unchanged. With --minutes, arms that are not
+finished in time are skipped, the last first, and what is kept is reported; you can move the folder to another machine
+in between.
 
 Fails if one of our drafts is not fused, plans a batch of decodes on the host, waits for the device, changes the
 engine's graph mode, or drafts different tokens more often than vLLM's own backends do among themselves, or if a watched
@@ -22,6 +24,11 @@ and wait.
 
 With --engines, both engines run the Llama without a draft and with EAGLE, in 16 and in 8 bits, on the same prompts: see
 engine_arm.py. Fails if LLM runs the target elsewhere than on this library's layers.
+
+With --contexts, vLLM decodes after 1k to 96k tokens that its cache holds already, on its own backends and on ours, also
+on FlashAttention-2, its default on every card but Hopper and B200: see context_arm.py. On a Hopper card that kernel
+stands in for those cards: it is the same code, on another chip. Its PTX is compiled by the driver, which takes 6
+minutes once; keep CUDA_CACHE_PATH.
 """
 
 from __future__ import annotations
@@ -44,6 +51,7 @@ import msgspec
 import torch
 
 from attn_backends.engines.vllm import NAMES
+from scripts.context_arm import ContextArm, context_arms, context_problems
 from scripts.engine_arm import EngineArm, engine_arms, engine_problems
 from scripts.free_places import share
 from scripts.on_gpus import run_on_gpus
@@ -54,13 +62,13 @@ from spec_decode.environment import environment
 from spec_decode.files import write_whole
 from spec_decode.source_digests import SourceRecord
 
-SCHEMA, ENGINES_SCHEMA = "attn-vllm/1", "attn-engines/1"
+SCHEMA, ENGINES_SCHEMA, CONTEXTS_SCHEMA = "attn-vllm/1", "attn-engines/1", "attn-contexts/1"
 ROOTS = (
     *("attn_backends.engines.vllm", "scripts.vllm_arm", "scripts.vllm_worker"),
     *(path.rpartition(".")[0] for path in NAMES.values()),
 )
-ENGINE_ROOTS = ("spec_decode.llm", "scripts.engine_arm")
-AnyArm: TypeAlias = Arm | EngineArm
+ENGINE_ROOTS, CONTEXT_ROOTS = ("spec_decode.llm", "scripts.engine_arm"), ("scripts.context_arm",)
+AnyArm: TypeAlias = Arm | EngineArm | ContextArm
 BASE, REBUILT, CONTROL = "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
 OURS = ("FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED", "ATTN_BACKENDS_FLASH_ATTN3")
 
@@ -100,7 +108,7 @@ LATENT = Names(
     ("FLASHMLA", "TRITON_MLA"),
     ("ATTN_BACKENDS_FLASH_ATTN3_MLA", "ATTN_BACKENDS_FLASHMLA", "ATTN_BACKENDS_TRITON_MLA"),
 )
-ROUNDS = {"eagle": (7, 3.2), "dflash": (15, 5.0), "dflash2": (7, 4.4), "mtp": (3, 1.8)}
+ROUNDS = {"eagle": (7, 3.2), "dflash": (15, 5.0), "dflash2": (7, 4.4), "mtp": (3, 1.8), "qwen3.5-mtp": (3, 1.8)}
 """Draft tokens per round by kind of draft, of blocks as published, and the mean number of them that is kept."""
 EXACT_REQUESTS = (1, 4, 32)
 MACHINE = ("device", "driver", "cuda", "torch", "triton", "python")
@@ -154,6 +162,7 @@ MODELS = (
     replace(_MTP, size="deepseek-v3-shard", across=False, watched=True),
     _DFLASH,
     replace(_DFLASH, kind="dflash2", across=False, watched=False),
+    Model(kind="qwen3.5-mtp", size="qwen3.5", small="qwen3.5-small", watched=True),
     Model(kind="eagle", size="llama3-8b", small="small", across=True, watched=True),
 )
 
@@ -231,7 +240,7 @@ def run_all(
         if found is None:
             skipped.append(arm.name)
         else:
-            speeds = [f"{row['requests']}: {row['tokens_per_s']}" for row in found["rows"]]
+            speeds = [f"{row['requests']}: {row.get('tokens_per_s', 'left out')}" for row in found["rows"]]
             print(" ".join((arm.name, *speeds)), *found.get("said", ()), sep="\n", flush=True)
         return found
 
@@ -331,7 +340,9 @@ def _engine(found: Mapping[str, Any]) -> tuple[bool, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="report file to write")
-    parser.add_argument("--engines", action="store_true", help="measure vLLM beside this library's LLM")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--engines", action="store_true", help="measure vLLM beside this library's LLM")
+    kinds.add_argument("--contexts", action="store_true", help="measure vLLM over long contexts")
     parser.add_argument("--only", action="append", help="pattern of arm names; all by default")
     parser.add_argument("--kept", type=Path, default=ROOT / "build/vllm", help="cache folder")
     parser.add_argument("--minutes", type=float, help="time limit; none by default")
@@ -341,8 +352,8 @@ def main() -> None:
     gpus = list(range(torch.cuda.device_count()))
     if not gpus:
         parser.error("vLLM's figures need a CUDA device, but none was found. Run this on a machine with one.")
-    every: Sequence[AnyArm] = engine_arms() if flags.engines else arms(len(gpus))
-    roots = (*ROOTS, *ENGINE_ROOTS) if flags.engines else ROOTS
+    every: Sequence[AnyArm] = engine_arms() if flags.engines else context_arms() if flags.contexts else arms(len(gpus))
+    roots = (*ROOTS, *(ENGINE_ROOTS if flags.engines else CONTEXT_ROOTS if flags.contexts else ()))
     only = chosen(parser, flags.only, [arm.name for arm in every])
     device = torch.device("cuda")
     env = msgspec.to_builtins(environment(device))
@@ -352,6 +363,8 @@ def main() -> None:
     content: dict[str, Any]
     if flags.engines:
         schema, messages, content = ENGINES_SCHEMA, engine_problems(found), {}
+    elif flags.contexts:
+        schema, messages, content = CONTEXTS_SCHEMA, context_problems(found), {}
     else:
         compared = agreement(found)
         schema, messages, content = SCHEMA, problems(found, compared), {"agreement": compared}

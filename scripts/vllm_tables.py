@@ -15,11 +15,20 @@ from scripts.vllm_figures import BASE, LATENT, OURS, REBUILT, names
 _NO_DRAFT = "no speculation"
 _MODES = {True: "defaults", False: "mode 0"}
 """How vLLM runs, by whether layers are compiled, in page order."""
-_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "mtp": "DeepSeek-V3's latents and MTP layer"}
+_NAMES = {
+    "dflash": "DFlash",
+    "dflash2": "DFlash2",
+    "mtp": "DeepSeek-V3's latents and MTP layer",
+    "qwen3.5-mtp": "Qwen3.5's MTP layer",
+}
 _MODELS = {
     ("eagle", "llama3-8b"): ("EAGLE, 8B Llama", "An 8B Llama with an EAGLE draft"),
     ("dflash", "qwen3-8b"): ("DFlash, 8B Qwen3", "An 8B Qwen3 with a DFlash draft"),
     ("dflash2", "qwen3-8b"): ("DFlash2, 8B Qwen3", "An 8B Qwen3 with a DFlash2 draft"),
+    ("qwen3.5-mtp", "qwen3.5"): (
+        "MTP, four layers of Qwen3.5",
+        "Four layers of Qwen3.5, three of them with recurrent states, and its MTP layer",
+    ),
     ("mtp", "deepseek-v3"): (
         "MTP, four layers of DeepSeek-V3, 128 heads",
         "Four layers of DeepSeek-V3, one of them with experts, and its MTP layer, with 128 heads",

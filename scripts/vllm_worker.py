@@ -21,8 +21,8 @@ SHARPNESS = 2.0
 def random_weights(
     config: Any, *, is_draft: bool, seed: int, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the whole checkpoint of a Llama, Qwen3 or DeepSeek-V3, or of its EAGLE, DFlash, DFlash2 or MTP draft, which
-    shares embedding and head: identical on every rank.
+    """Yield the whole checkpoint of a Llama, Qwen3, Qwen3.5 or DeepSeek-V3, or of its EAGLE, DFlash, DFlash2 or MTP
+    draft, which shares embedding and head: identical on every rank.
 
     config: in transformers' form, with hidden_size, intermediate_size, vocab_size, num_hidden_layers, head_dim and the
     numbers of heads.
@@ -37,7 +37,14 @@ def weight_shapes(config: Any, *, is_draft: bool) -> dict[str, Weight]:
     """Return the weights that random_weights draws, by checkpoint name."""
     if not is_draft:
         return _target_weights(config)
+    if _has_states(config):
+        return _state_mtp_weights(config)
     return _mtp_weights(config) if _has_latents(config) else _draft_weights(config)
+
+
+def _has_states(config: Any) -> bool:
+    """Detects a Qwen3.5, in the same way."""
+    return getattr(config, "linear_num_key_heads", None) is not None
 
 
 def _has_latents(config: Any) -> bool:
@@ -50,12 +57,14 @@ def _target_weights(config: Any) -> dict[str, Weight]:
     # An embedding row is a token's state: elements of scale 1 for any vocabulary size.
     weights: dict[str, Weight] = {
         "model.embed_tokens.weight": ((config.vocab_size, hidden), math.sqrt(hidden)),
-        "model.norm.weight": ((hidden,), 1.0),
+        "model.norm.weight": ((hidden,), 0.0 if _has_states(config) else 1.0),
         "lm_head.weight": ((config.vocab_size, hidden), 1.0),
     }
     for at in range(config.num_hidden_layers):
         if _has_latents(config):
             layer = _latent_layer_weights(config, at)
+        elif _has_states(config):
+            layer = _state_layer_weights(config, config.layer_types[at])
         else:
             layer = _layer_weights(config, has_head_norms=config.model_type == "qwen3")
         weights |= {f"model.layers.{at}.{name}": weight for name, weight in layer.items()}
@@ -105,6 +114,53 @@ def _latent_layer_weights(config: Any, at: int) -> dict[str, Weight]:
         # No bias: experts are chosen by score only.
         named["mlp.gate.e_score_correction_bias"] = ((config.n_routed_experts,), 0.0)
     return named
+
+
+def _state_layer_weights(config: Any, kind: str) -> dict[str, Weight]:
+    """Return the weights of a layer of Qwen3.5, whose norms scale by 1 plus their weights."""
+    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
+    weights: dict[str, Weight] = {
+        **_mlp_weights("mlp", hidden, config.intermediate_size),
+        "input_layernorm": ((hidden,), 0.0),
+        "post_attention_layernorm": ((hidden,), 0.0),
+    }
+    if kind == "full_attention":
+        kv_heads = config.num_key_value_heads * config.head_dim
+        weights |= {
+            # Queries, and a gate for each output.
+            "self_attn.q_proj": ((2 * heads, hidden), 1.0),
+            "self_attn.k_proj": ((kv_heads, hidden), 1.0),
+            "self_attn.v_proj": ((kv_heads, hidden), 1.0),
+            "self_attn.o_proj": ((hidden, heads), 1.0),
+            **{f"self_attn.{name}": ((config.head_dim,), SHARPNESS - 1) for name in ("q_norm", "k_norm")},
+        }
+        return {f"{name}.weight": weight for name, weight in weights.items()}
+    count, values = config.linear_num_value_heads, config.linear_num_value_heads * config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
+    weights |= {
+        "linear_attn.in_proj_qkv": ((channels, hidden), SHARPNESS),
+        "linear_attn.in_proj_z": ((values, hidden), 1.0),
+        "linear_attn.in_proj_b": ((count, hidden), 1.0),
+        "linear_attn.in_proj_a": ((count, hidden), 1.0),
+        "linear_attn.conv1d": ((channels, 1, config.linear_conv_kernel_dim), 0.5),
+        "linear_attn.norm": ((config.linear_value_head_dim,), 1.0),
+        "linear_attn.out_proj": ((hidden, values), 1.0),
+    }
+    named = {f"{name}.weight": weight for name, weight in weights.items()}
+    # A state that forgets over about ten tokens: exp(-exp(-2) softplus(a)) each.
+    return named | {"linear_attn.A_log": ((count,), -2.0), "linear_attn.dt_bias": ((count,), 0.0)}
+
+
+def _state_mtp_weights(config: Any) -> dict[str, Weight]:
+    """Return the weights of Qwen3.5's own draft."""
+    hidden = config.hidden_size
+    layer = _state_layer_weights(config, "full_attention")
+    norms = ("pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm")
+    return {
+        "mtp.fc.weight": ((hidden, 2 * hidden), 1.0),
+        **{f"mtp.{name}.weight": ((hidden,), 0.0) for name in norms},
+        **{f"mtp.layers.0.{name}": weight for name, weight in layer.items()},
+    }
 
 
 def _mlp_weights(name: str, hidden: int, wide: int) -> dict[str, Weight]:
@@ -229,12 +285,21 @@ class MeasuredWorker:
 
     def compare_drafts(self, on: bool) -> dict[str, Any]:
         """Switch metadata comparison on or off (needs ATTN_BACKENDS_VALIDATE=1), and return the rounds compared, the
-        seconds that took, and any difference found."""
+        seconds that took, and any difference found. Of a hybrid target, its states are compared too, and the rounds are
+        the fewer of both."""
         from attn_backends.engines.vllm.validator import recorder_of
 
-        recorder = recorder_of(self.model_runner.speculator)
-        recorder.paused = not on
-        return {"rounds": recorder.rounds, "seconds": recorder.seconds, "found": recorder.found}
+        runner = self.model_runner
+        recorders: list[Any] = [recorder_of(runner.speculator)]
+        if (states := getattr(runner.model_state, "attn_backends_recorder", None)) is not None:
+            recorders.append(states)
+        for recorder in recorders:
+            recorder.paused = not on
+        return {
+            "rounds": min(recorder.rounds for recorder in recorders),
+            "seconds": sum(recorder.pace.seconds for recorder in recorders),
+            "found": next((recorder.found for recorder in recorders if recorder.found), None),
+        }
 
     def drafts_seen(self) -> dict[str, Any]:
         """Return what was recorded since watch_drafts, and whether the draft loop is fused."""

@@ -150,7 +150,7 @@ class LLM:
         self.config = replace(config, max_model_len=max_model_len)
         self.pair = pair
         self.backends = choose_backends(pair, self.config, backend, draft_backend)
-        small = sum(weight.numel() for weight in pair.target.parameters()) < _SMALL
+        small = sum(weight.numel() for weight in pair.target.state_dict().values()) < _SMALL
         self._one_thread = pair.device.type == "cpu" and small
         with _memory_errors(self.config), self._threads():
             self.engine = Engine(

@@ -1,8 +1,13 @@
-"""The minimum time of a round: the bytes that it moves, and for a block the arithmetic."""
+"""The minimum time of a round, the bytes that it moves and for a block the arithmetic, and where time goes."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from attn_backends import get
+from benchmarks import measure
 from benchmarks.measure import DeviceRates
 from benchmarks.random_drafts import BLOCK_DRAFTS
 from benchmarks.rounds import WHOLE, RoundConfig, TimedDraft, round_flops, time_round, weights_of, weights_read
@@ -56,3 +61,19 @@ def test_chain_floor_counts_only_bytes():
     kv_bytes = REQS * draft.context * 2 * 64 * 4
     assert row["floor_us"] == pytest.approx(K * (weight_bytes(draft.model, REQS) + kv_bytes) / 1000, abs=1e-3)
     assert "products" not in row["floor_counts"]
+
+
+def test_largest_kernels_are_summed_by_name(monkeypatch):
+    times = [("gemm", 2.0, "CUDA"), ("aten::mm", 9.0, "CPU"), ("copy", 3.0, "CUDA"), ("gemm", 2.5, "CUDA")]
+    events = [
+        SimpleNamespace(
+            name=name, device_type=SimpleNamespace(name=kind), time_range=SimpleNamespace(elapsed_us=lambda us=us: us)
+        )
+        for name, us, kind in times
+    ]
+    calls = []
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: nullcontext(SimpleNamespace(events=lambda: events)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronized"))
+    found = measure.largest_kernels(lambda: calls.append("run"), 1)
+    assert found == {"gpu_us": 7.5, "kernels": [{"kernel": "gemm", "us": 4.5, "launches": 2}]}
+    assert measure.kernels_in(lambda: None) == 3 and calls == ["run", *["synchronized"] * 2]

@@ -1,4 +1,4 @@
-"""vLLM accepts the options of the arms that compare whole engines."""
+"""vLLM accepts the options of the arms that compare whole engines, and of those over long contexts."""
 
 import inspect
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from engine_kits.kernels import stand_in_for
-from scripts import engine_arm, vllm_arm
+from scripts import context_arm, engine_arm, vllm_arm
 from tests.engines.vllm_runner import DIM, HEADS, KV_HEADS, NEEDS_VLLM
 
 pytestmark = NEEDS_VLLM
@@ -39,6 +39,26 @@ def test_vllm_takes_options_of_arm(arm, tiny):
     assert (draft.draft_lm_head_quantization == "fp8") is arm.draft_weights
     assert draft.use_local_argmax_reduction is arm.local_argmax and draft.draft_sample_method == "greedy"
     assert hasattr(llama_eagle.EagleLlamaForCausalLM, "get_top_tokens"), "local argmax needs it"
+
+
+CONTEXTS = [arm for arm in context_arm.context_arms() if arm.size == "llama3-8b" and arm.target.startswith("FLASH_A")]
+
+
+@pytest.mark.parametrize("arm", CONTEXTS, ids=lambda arm: arm.name)
+def test_vllm_takes_options_of_long_contexts(arm, tiny):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import llama, llama_eagle
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    ModelRegistry.register_model("LlamaForCausalLM", llama.LlamaForCausalLM)
+    ModelRegistry.register_model("EagleLlamaForCausalLM", llama_eagle.EagleLlamaForCausalLM)
+    config = EngineArgs(**context_arm.engine_options(arm)).create_engine_config()
+    needed = max(arm.contexts) + context_arm.NEW_TOKENS
+    assert config.attention_config.flash_attn_version == (arm.version or None)
+    assert config.cache_config.enable_prefix_caching and config.model_config.max_model_len > needed
+    draft = config.speculative_config
+    assert (draft is None) is not bool(arm.draft)
+    assert draft is None or draft.draft_model_config.max_model_len > needed
 
 
 def test_vllm_has_what_decoding_alone_calls():

@@ -51,7 +51,7 @@ def loop(name):
 def due_validator(engine):
     """The recorder, for which it is time to compare again."""
     recorder = engine.speculator.attn_backends_recorder
-    recorder._next = -float("inf")
+    recorder.pace.next = -float("inf")
     return recorder
 
 
@@ -240,7 +240,7 @@ def test_comparing_takes_at_most_one_percent_of_time(installed):
     for _ in range(4):  # from 100 to 101, then not at 120 nor at 200.9, and at 201.1
         engine.draft(LENS)
         due_validator.append(recorder.rounds)
-    assert due_validator == [1, 1, 1, 2] and recorder.seconds == pytest.approx(1 + 0.9)
+    assert due_validator == [1, 1, 1, 2] and recorder.pace.seconds == pytest.approx(1 + 0.9)
 
 
 def test_dummy_batches_are_skipped_but_their_time_counts(log_lines, installed):
@@ -250,7 +250,7 @@ def test_dummy_batches_are_skipped_but_their_time_counts(log_lines, installed):
     recorder = engine.speculator.attn_backends_recorder = RoundRecorder(engine.speculator, clock=lambda: next(now))
     engine.speculator.capture()
     engine.draft(LENS, dummy=True)
-    assert (recorder.rounds, recorder.seconds) == (0, 1.0) and log_lines == []
+    assert (recorder.rounds, recorder.pace.seconds) == (0, 1.0) and log_lines == []
     engine.draft(LENS)
     assert recorder.rounds == 0
     engine.draft(LENS)
@@ -313,7 +313,7 @@ def test_block_draft_is_compared_in_its_one_step(installed, log_lines, monkeypat
         speculator.idx_mapping[: len(lens)] = torch.arange(len(lens))
         bound = torch.tensor(lens, dtype=torch.int32)
         speculator.propose(SimpleNamespace(num_reqs=len(lens), seq_lens_cpu_upper_bound=bound, dummy=dummy))
-        speculator.attn_backends_recorder._next = -float("inf")
+        speculator.attn_backends_recorder.pace.next = -float("inf")
     assert speculator.attn_backends_recorder.rounds == 2 and speculator.attn_backends_recorder.found is None
 
     speculator.max_rows = 1

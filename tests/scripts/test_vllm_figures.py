@@ -198,6 +198,7 @@ def test_large_models_are_timed_and_small_compared():
         "eagle": (7, "llama3-8b", "small"),
         "dflash": (15, "qwen3-8b", "qwen3-small"),
         "dflash2": (7, "qwen3-8b", "qwen3-small"),
+        "qwen3.5-mtp": (3, "qwen3.5", "qwen3.5-small"),
     }
     sizes = ("deepseek-v3", "deepseek-v3-shard")
     expected = {
@@ -241,6 +242,7 @@ def test_validation_cost_is_measured_for_each_draft():
         ("dflash", True),
         ("eagle", True),
         ("mtp", True),
+        ("qwen3.5-mtp", True),
     ]
     # Each engine is there without comparisons too.
     assert {replace(each, watched=False) for each in watched} <= set(arms(1))
@@ -344,7 +346,7 @@ def test_pattern_matching_no_arm_writes_no_report(tmp_path, monkeypatch, capsys)
     assert "--only must match one of " in capsys.readouterr().err and not report.exists()
 
 
-@pytest.mark.parametrize("size", ["small", "qwen3-small", "deepseek-small"])
+@pytest.mark.parametrize("size", ["small", "qwen3-small", "qwen3.5-small", "deepseek-small"])
 def test_random_weights_form_a_whole_model(size):
     config = transformers.AutoConfig.from_pretrained(model_folder(size))
     with torch.device("meta"):
@@ -523,7 +525,7 @@ def test_speculative_config_names_draft_method():
     assert engine_options(Arm(BASE, 7))["speculative_config"]["method"] == "eagle"
     mtp = engine_options(Arm(LATENT.base, 3, "deepseek-small", kind="mtp"))
     assert mtp["speculative_config"]["method"] == "mtp" and mtp["attention_config"] == {"backend": "FLASH_ATTN_MLA"}
-    assert "model" not in mtp["speculative_config"] and set(KINDS) == {"eagle", *BLOCKS, "mtp"}
+    assert "model" not in mtp["speculative_config"] and set(KINDS) == {"eagle", *BLOCKS, "mtp", "qwen3.5-mtp"}
 
 
 @pytest.mark.outside_inference_mode

@@ -26,14 +26,15 @@ _log = logging.getLogger(__name__)
 def register() -> None:
     """Register the names with vLLM. If vLLM has no free names, or one is taken, it starts without them, with a warning.
 
-    Raises ValueError if VALIDATE is neither 0 nor 1, and UnsupportedVllm if it is 1 and this vLLM's speculators differ.
+    Raises ValueError if VALIDATE is neither 0 nor 1, and UnsupportedVllm if it is 1 and what it wraps differs.
     """
     if reason := refused_variable():
         raise ValueError(reason)
     if os.environ.get(VALIDATE) == "1":
-        from attn_backends.engines.vllm import validator
+        from attn_backends.engines.vllm import state_validator, validator
 
         validator.install()
+        state_validator.install()
     _register_names()
 
 

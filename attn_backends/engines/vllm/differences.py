@@ -44,8 +44,8 @@ def compare(captured: Any, fresh: Any, done: Round) -> Iterator[tuple[str, str]]
 
     Schedules, which divide the work of padding too, are compared only in a batch without padding.
     """
-    expected = dict(_tensors(fresh))
-    for name, found in _tensors(captured):
+    expected = dict(tensors_of(fresh))
+    for name, found in tensors_of(captured):
         if name.endswith("schedule_metadata") and done.num_reqs < done.padded:
             # DeepGEMM's: it also divides the work of padding, whose lengths advance in a graph and are 0 in a build.
             continue
@@ -70,7 +70,7 @@ def _live_rows(length: int, done: Round) -> int:
     return {**rows, done.padded: done.num_reqs}.get(length, length)
 
 
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in nested records by path, except scratch space (floats), vLLM's batch, which no kernel reads,
     and FlashMLA's schedule, which no build makes."""
     if isinstance(value, torch.Tensor):
@@ -82,7 +82,7 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         value, (type, CommonAttentionMetadata, flashmla.FlashMLASchedMeta)
     ):
         for field, inner in vars(value).items() if hasattr(value, "__dict__") else _slots(value):
-            yield from _tensors(inner, f"{name}.{field}")
+            yield from tensors_of(inner, f"{name}.{field}")
 
 
 def _slots(value: Any) -> list[tuple[str, Any]]:

@@ -12,23 +12,21 @@ import torch
 
 from attn_backends.engines.vllm.compat import AttentionGroup, CUDAGraphMode, init_logger, set_current_vllm_config
 from attn_backends.engines.vllm.differences import Difference, Round, compare, first_difference
+from attn_backends.engines.vllm.pace import Pace
 
-SHARE = 0.01
-"""Maximum share of the time: after a comparison, the next one waits for 1 / SHARE times as long as it took. A
-comparison first waits for queued device work, which counts too: if the host limits an engine, that time is lost."""
 _log = init_logger("vllm.attn_backends")
 
 
 class RoundRecorder:
     """Records one speculator: `keep` while `capturing`, then `graph` in a `round`, at whose end it compares.
 
-    rounds, seconds: comparisons so far and their time. found: the first difference. paused: suspends comparing.
+    rounds: comparisons so far. pace: when the next one is due. found: the first difference. paused: suspends comparing.
     """
 
     def __init__(self, speculator: Any, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.speculator, self.rounds, self.seconds, self.paused = speculator, 0, 0.0, False
+        self.speculator, self.rounds, self.paused, self.pace = speculator, 0, False, Pace(clock)
         self.found: Difference | None = None
-        self._clock, self._next, self._is_capturing = clock, -float("inf"), False
+        self._is_capturing = False
         self._captured: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._addresses: dict[str, int] = {}
         self._groups: list[list[AttentionGroup]] = []
@@ -68,20 +66,18 @@ class RoundRecorder:
 
     def graph(self, replayed: Callable[[], Round | None]) -> None:
         """Take the round that a graph replays, None for another forward, if it is time to compare."""
-        if not (self.paused or self.found or self._clock() < self._next):
+        if not (self.paused or self.found) and self.pace.due:
             self._replayed = replayed()
 
     def _compare(self, done: Round) -> None:
         """Compare, and log the first difference."""
         # Detecting a dummy reads from the device, which can still be busy: the wait counts.
-        begin = self._clock()
+        begin = self.pace.now()
         is_dummy = self._is_dummy(done)
         if not is_dummy:
             self.found = next(self._differences(done), None)
             self.rounds += 1
-        now = self._clock()
-        self.seconds += now - begin
-        self._next = now + (now - begin) / SHARE
+        self.pace.ended(begin)
         if self.found:
             _log.error(
                 "Draft metadata differs from the batch: group %s, step %d, field %s: %s (comparison %d). From here on "

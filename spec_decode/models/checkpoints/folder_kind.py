@@ -20,11 +20,12 @@ _QUANTISED = (FIELD, "compression_config", "quantization")
 """Fields of config.json that describe quantised weights: transformers', compressed-tensors' older one, and MLX's."""
 _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """The same as files, by ModelOpt, AutoGPTQ and AutoAWQ."""
-_METHODS = ("quant_method", "quant_algo", "quant_type")
+_METHODS = ("quant_method", "quant_algo", "quant_type", "format", "fmt")
 _FORMATS = {
-    "only GPT-OSS's 4-bit floats are read": ("fp4",),
-    "FP8 is read for targets on our layers only": ("fp8", "float-quantized"),
-    "8-bit integers are not read": ("int-quantized", "naive-quantized", "int8"),
+    "of 4-bit floats only MXFP4 is read, as GPT-OSS describes it": ("fp4",),
+    "of FP8 only e4m3 in 'fp8' or float-quantized is read, for targets on our layers": ("fp8", "float"),
+    "8-bit integers are not read": ("int-quantized", "int8"),
+    "of compressed-tensors only float-quantized is read": ("naive-quantized", "mixed-precision"),
     "integers of few bits are not read": ("awq", "gptq", "round", "pack-quantized", "hqq", "quanto", "bits", "int4"),
 }
 """Families of formats, and words in the names of their methods."""
@@ -62,9 +63,11 @@ def refuse_quantised(folder: Path, config: dict[str, Any], *, narrow: bool = Fal
 
 
 def is_mxfp4(config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that weights are in MXFP4, and nothing more of them."""
+    """Whether config.json says that GPT-OSS's weights are in MXFP4, and nothing more of them."""
     section = config.get(FIELD)
-    return isinstance(section, dict) and section.get("quant_method") == "mxfp4" and section.keys() <= _MXFP4
+    if config.get("model_type") != "gpt_oss" or not isinstance(section, dict):
+        return False
+    return section.get("quant_method") == "mxfp4" and section.keys() <= _MXFP4
 
 
 def _refuse_adapter(folder: Path) -> None:
@@ -96,13 +99,12 @@ def _quantised(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, str]
 
 
 def _method(described: Any) -> str:
-    """Return the name of a quantisation method, or the whole description without one."""
+    """Return the names that describe a quantisation, or the whole description without one."""
     if not isinstance(described, dict):
         return str(described)
     inner = described.get("quantization")
     sections = [described, *([inner] if isinstance(inner, dict) else [])]
     named = [str(section[name]) for section in sections for name in _METHODS if section.get(name)]
-    named = [f"{method} {described['format']}" if "format" in described else method for method in named]
     if not named and "bits" in described:
         named = [f"{described['bits']} bits"]
-    return named[0] if named else json.dumps(described)
+    return " ".join(dict.fromkeys(named)) or json.dumps(described)

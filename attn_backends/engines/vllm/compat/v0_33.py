@@ -48,9 +48,11 @@ PLACES = {
     "QueryLenSupport": f"{_MLA}:QueryLenSupport",
     "compute_token_to_req_indices": f"{_ATTENTION}.ops.metadata:compute_token_to_req_indices",
     "flashmla": f"{_ATTENTION}.ops.flashmla",
-    # The speculators that the validator watches.
+    # The speculators that the validator watches, and the states of hybrid targets.
     "AttentionGroup": "vllm.v1.worker.utils:AttentionGroup",
     "DFlashSpeculator": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
+    "MambaHybridModelState": "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState",
+    "MambaSpec": "vllm.v1.kv_cache_interface:MambaSpec",
     "DraftModelSpeculator": f"{_SPECULATORS}.speculator:DraftModelSpeculator",
     "TargetDependentARSpeculator": f"{_SPECULATORS}.target_dependent_ar.speculator:TargetDependentARSpeculator",
 }

@@ -1,0 +1,31 @@
+"""How often a served vLLM is compared with itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+SHARE = 0.01
+"""Maximum share of the time: after a comparison, the next one waits for 1 / SHARE times as long as it took. A
+comparison first waits for queued device work, which counts too: if the host limits an engine, that time is lost."""
+
+
+class Pace:
+    """Says when it is time to compare again. seconds: of all comparisons so far."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds, self.next = 0.0, -float("inf")
+        self._clock = clock
+
+    @property
+    def due(self) -> bool:
+        return self._clock() >= self.next
+
+    def now(self) -> float:
+        """Return the time at which a comparison begins, for `ended`."""
+        return self._clock()
+
+    def ended(self, begin: float) -> None:
+        """Count the comparison that began then."""
+        now = self._clock()
+        self.seconds += now - begin
+        self.next = now + (now - begin) / SHARE

@@ -1,0 +1,94 @@
+"""vLLM over long contexts: what each arm asks of vLLM, and what is timed of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import context_arm, vllm_arm
+from scripts.context_arm import ContextArm, context_arms, context_problems
+
+DRAFTED = ContextArm(target="FLASH_ATTN", version=2, draft="FLASHINFER_IN_GRAPH", steps=7, kept=3.2, contexts=(64, 900))
+
+
+class Timed:
+    """An engine with room for 2,400 tokens in its cache, whose requests get 64 new tokens a step of a second."""
+
+    cached_tokens = 2400
+
+    def __init__(self, options: dict[str, Any], *, fills: bool) -> None:
+        assert fills and options["enable_prefix_caching"] and "kv_cache_memory_bytes" not in options
+        self.about: dict[str, Any] = {"vllm": "0.33.0"}
+        self.generated: list[tuple[int, int]] = []
+        self.seconds, self.counts = 0.0, list[int]()
+
+    def generate(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
+        self.generated.append((len(prompts), len(prompts[0])))
+        self.seconds += sum(map(len, prompts)) / 1000
+
+    def submit(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
+        assert self.generated[-1] == (len(prompts), len(prompts[0])), "the prompts are in the cache"
+        self.counts = [0] * len(prompts)
+
+    def step(self) -> list[int]:
+        self.seconds += 1
+        self.counts = [min(each + 64, context_arm.NEW_TOKENS) for each in self.counts]
+        return self.counts
+
+
+def test_each_context_is_cached_before_decoding_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[Timed] = []
+    monkeypatch.setattr(context_arm, "Theirs", lambda *args, **more: engines.append(Timed(*args, **more)) or engines[0])
+    monkeypatch.setattr(context_arm.time, "perf_counter", lambda: engines[0].seconds)
+    found = context_arm.measure(replace(DRAFTED, requests=(1, 4)))
+    assert [(row["context"], row["requests"]) for row in found["rows"]] == [(64, 1), (64, 4), (900, 1), (900, 4)]
+    assert [row.get("tokens_per_s") for row in found["rows"]] == [[64.0] * 2, [256.0] * 2, [64.0] * 2, None]
+    assert [row.get("prompt_tokens_per_s") for row in found["rows"]] == [1000.0, 1000.0, 1000.0, None]
+    assert found["rows"][3]["left_out"] == "4652 tokens, and the cache has room for 2400"
+    assert engines[0].generated == [(4, 64), (1, 64), (4, 64), (1, 900)]
+
+
+def test_prompts_of_two_rows_share_no_beginning() -> None:
+    drawn = [context_arm.contexts(DRAFTED, 64, requests, seed=64 + requests) for requests in (1, 8)]
+    assert len({tuple(prompt[:8]) for prompts in drawn for prompt in prompts}) == 9
+    assert drawn[1] == context_arm.contexts(replace(DRAFTED, target="other"), 64, 8, seed=72)
+
+
+def test_settings_of_an_arm_reach_vllm() -> None:
+    options = context_arm.engine_options(DRAFTED)
+    assert options["attention_config"] == {"backend": "FLASH_ATTN", "flash_attn_version": 2}
+    assert options["speculative_config"]["attention_backend"] == "FLASHINFER_IN_GRAPH"
+    assert options["max_model_len"] >= 900 + context_arm.NEW_TOKENS + 8
+    positions = [
+        json.loads(Path(folder, "config.json").read_text())["max_position_embeddings"]
+        for folder in (options["model"], options["speculative_config"]["model"])
+    ]
+    assert set(positions) == {options["max_model_len"]}
+    assert "flash_attn_version" not in context_arm.engine_options(ContextArm(target="TRITON_ATTN"))["attention_config"]
+
+
+def test_arms_cover_every_backend_at_every_head_dim() -> None:
+    arms = context_arms()
+    assert len({arm.name for arm in arms}) == len(arms)
+    both = {(arm.target, arm.version, arm.size) for arm in arms if arm.draft == arm.target and arm.kind == "eagle"}
+    for size in ("llama3-8b", "llama-1b", "dim-256"):
+        names = {("FLASH_ATTN", 2), ("FLASH_ATTN", 0), ("TRITON_ATTN", 0), *((name, 0) for name in context_arm.OURS)}
+        assert {(*name, size) for name in names} <= both
+    plain = {(arm.target, arm.version) for arm in arms if not arm.draft}
+    assert plain == {(target, version) for target, version, size in both if size == "llama3-8b"}
+    assert {vllm_arm.SIZES[arm.size][4] for arm in arms} == {64, 128, 256}
+    moved = {(arm.version, arm.draft) for arm in arms if arm.draft != arm.target and arm.draft}
+    assert moved == {(version, name) for version in (0, 2) for name in context_arm.OURS}
+    assert {arm.compiled for arm in arms if arm.target == "FLASHINFER"} == {True}, "it has no full graphs"
+
+
+def test_failed_arm_is_reported() -> None:
+    ended = count(1)
+    found = [{"arm": {"name": f"{at}"}, "rows": rows, "exit_status": next(ended)} for at, rows in enumerate(([1], []))]
+    assert context_problems(found) == ["1: ended with 2"]
