@@ -28,6 +28,8 @@ from builders.spec import MAX_TREE_TOKENS
 
 _PROMPT = 16
 """Queries of a request from which the torch implementation leaves the sum to torch's own attention."""
+_PROMPT_ROWS = 128
+"""Rows per tile of a prompt. A tile reads all tokens before it, so fewer rows would make the L2 cache the limit."""
 
 
 class PagedAttentionArguments(NamedTuple):
@@ -89,6 +91,12 @@ class PagedAttentionArguments(NamedTuple):
                 "a batch-invariant kernel must not split a sliding window, since split starts would depend on the "
                 f"batch, got num_splits={self.num_splits}, sliding_window={self.sliding_window}. Pass num_splits=1."
             )
+
+    @property
+    def _is_prompt(self) -> bool:
+        """Whether most blocks of tokens are seen whole by all rows of their tile."""
+        plain = self.causal and self.tree_masks is None and not (self.sliding_window or self.soft_cap)
+        return plain and self.max_query_len > MAX_TREE_TOKENS and self.scale > 0 and not self.batch_invariant
 
     def reference(self) -> torch.Tensor:
         self._check()
@@ -174,7 +182,8 @@ class PagedAttentionArguments(NamedTuple):
     def fake(self) -> torch.Tensor:
         return self.query.new_empty(*self.query.shape[:2], self.value_cache.shape[3])
 
-    def launch(self) -> torch.Tensor:
+    def launch(self, tile: dict[str, int] | None = None) -> torch.Tensor:
+        """Launch the kernel. tile: BLOCK_M, and what `tile_config` returns, instead of the op's own choice."""
         self._check()
         query, splits, sinks = whole_rows(self.query), self.num_splits, self.sinks
         tokens, heads, dim = query.shape
@@ -184,20 +193,9 @@ class PagedAttentionArguments(NamedTuple):
         # A single split writes to `out` and has no lse, but the kernel still takes a pointer.
         partial = query.new_empty(splits, tokens, heads, value_dim, dtype=torch.float32) if split else out
         lse = query.new_empty(splits, tokens, heads, dtype=torch.float32) if split else out
-        block_d, block_dv = next_power_of_2(dim), next_power_of_2(value_dim)
-        invariant, max_rows = self.batch_invariant, self.max_query_len * group
-        # tl.dot needs at least 16 rows. A batch-invariant tile must not depend on max_query_len, which varies by batch.
-        block_m = max(16, min(64, next_power_of_2(group if invariant else max_rows)))
-        num_m_blocks = cdiv(max_rows, block_m)
+        invariant, tile = self.batch_invariant, tile or self.own_tile()
+        num_m_blocks = cdiv(self.max_query_len * group, tile["BLOCK_M"])
         grid = (self.seq_lens.shape[0] * num_m_blocks, kv_heads, splits)
-        split_tokens = cdiv(min(self.max_seq_len, self.sliding_window or self.max_seq_len), splits)
-        tile = tile_config(
-            row_bytes=(block_d + block_dv) * query.element_size(),
-            tokens=SPLIT_TOKENS if invariant else split_tokens,
-            one_per_sm=not invariant and math.prod(grid) <= num_sms(query.device),
-            block_m=block_m,
-            wgmma=room_of(query.device).wgmma,
-        )
         attention_kernel[grid](
             q_ptr=query,
             k_cache_ptr=to_widen(self.key_cache),
@@ -230,14 +228,14 @@ class PagedAttentionArguments(NamedTuple):
             PAGE_SIZE=page_size,
             HEAD_DIM=dim,
             VALUE_DIM=value_dim,
-            BLOCK_D=block_d,
-            BLOCK_DV=block_dv,
-            BLOCK_M=block_m,
+            BLOCK_D=next_power_of_2(dim),
+            BLOCK_DV=next_power_of_2(value_dim),
             NUM_SPLITS=splits,
             SPLIT_BLOCKS=SPLIT_TOKENS // tile["BLOCK_N"] if invariant else 0,
             SLIDING_WINDOW=self.sliding_window or 0,
             IS_CAUSAL=self.causal,
             TREE=self.tree_masks is not None,
+            WHOLE_BLOCKS=self._is_prompt,
             HAS_SOFTCAP=bool(self.soft_cap),
             HAS_SINKS=sinks is not None and not split,  # with several splits the merge adds them
             HAS_SCALES=self.key_scale is not None,
@@ -250,6 +248,28 @@ class PagedAttentionArguments(NamedTuple):
         if split:
             launch_merge(partial, lse, sinks, out, in_order=invariant, num_warps=2)
         return out.to(query.dtype)
+
+    def own_tile(self) -> dict[str, int]:
+        """Return BLOCK_M and what `tile_config` returns for the op's sizes and device."""
+        query, splits, room = self.query, self.num_splits, room_of(self.query.device)
+        kv_heads = self.value_cache.shape[2]
+        group = query.shape[1] // kv_heads
+        width = next_power_of_2(query.shape[2]) + next_power_of_2(self.value_cache.shape[3])
+        invariant, max_rows = self.batch_invariant, self.max_query_len * group
+        most = _PROMPT_ROWS if self._is_prompt and room.wgmma and width <= 256 else 64
+        # tl.dot needs at least 16 rows. A batch-invariant tile must not depend on max_query_len, which varies by batch.
+        block_m = max(16, min(most, next_power_of_2(group if invariant else max_rows)))
+        programs = self.seq_lens.shape[0] * cdiv(max_rows, block_m) * kv_heads * splits
+        split_tokens = cdiv(min(self.max_seq_len, self.sliding_window or self.max_seq_len), splits)
+        config = tile_config(
+            row_bytes=width * query.element_size(),
+            tokens=SPLIT_TOKENS if invariant else split_tokens,
+            one_per_sm=not invariant and programs <= num_sms(query.device),
+            block_m=block_m,
+            prompt=self._is_prompt,
+            wgmma=room.wgmma,
+        )
+        return {"BLOCK_M": block_m, **config}
 
 
 def launch_merge(
@@ -291,11 +311,15 @@ def _tokens(cache: torch.Tensor, pages: torch.Tensor, length: int, scale: torch.
     return stored if scale is None else stored * scale[:, None, None]
 
 
-def tile_config(*, row_bytes: int, tokens: int, one_per_sm: bool, block_m: int, wgmma: bool) -> dict[str, int]:
+def tile_config(
+    *, row_bytes: int, tokens: int, one_per_sm: bool, block_m: int, prompt: bool, wgmma: bool
+) -> dict[str, int]:
     """Choose the KV tokens per block and the launch options: the fastest of those tried on an H200.
 
     row_bytes: of a token's key and value; tokens: per split, approximately; one_per_sm: whether no SM has two programs;
-    wgmma: see `Room`. Without it, registers also hold the operands of 64 rows, and run out with larger tiles.
+    prompt: whether blocks that all rows see have a loop of their own; its tiles follow from the machine code, and were
+    not timed. wgmma: see `Room`. Without it, registers also hold the operands of 64 rows, and run out with larger
+    tiles.
 
     A program alone on its SM is bound by the latency of its loads, and more warps keep more of them in flight. So is
     one of a block or two, where a pipeline only adds latency. Others are bound by bandwidth: fewer stages let more run.
@@ -305,7 +329,10 @@ def tile_config(*, row_bytes: int, tokens: int, one_per_sm: bool, block_m: int, 
         block_n //= 2
     stages = 1 if one_per_sm or tokens <= 2 * block_n else 2
     warps = 8 if one_per_sm and block_m == 16 else 4
-    if block_m == 64 and not wgmma:
+    if prompt and (wgmma or row_bytes >= 512):
+        # With a third stage, a block's page numbers are there before its tokens are asked for.
+        warps, stages = 8, 3 if wgmma else 2
+    elif block_m == 64 and not wgmma:
         block_n, warps = min(block_n, 32), 8 if row_bytes >= 512 else 4
     return {"BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
@@ -355,6 +382,7 @@ def attention_kernel(
     SLIDING_WINDOW: tl.constexpr,  # tokens that a query sees, itself included; 0 is all
     IS_CAUSAL: tl.constexpr,
     TREE: tl.constexpr,  # query tokens see each other by tree_masks
+    WHOLE_BLOCKS: tl.constexpr,  # a loop of its own for blocks that all rows see whole: see _is_prompt
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
@@ -432,6 +460,29 @@ def attention_kernel(
     table_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
     k_cache_ptr += kv_head.to(tl.int64) * stride_k_head
     v_cache_ptr += kv_head.to(tl.int64) * stride_v_head
+    if WHOLE_BLOCKS:
+        # The first row sees the fewest tokens. Scores stay unscaled until they are exponents: one operation for both.
+        factor = sm_scale * LOG2_E
+        seen_by_all = context_len + (m_block * BLOCK_M) // GROUP + 1
+        whole = tl.maximum(lo, tl.minimum(hi, seen_by_all // BLOCK_N))
+        for n_block in range(lo, whole):
+            offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+            page_offset = offs_n % PAGE_SIZE
+            if WIDE_PAGES:
+                page_offset = page_offset.to(tl.int64)
+            page = tl.load(table_ptr + offs_n // PAGE_SIZE).to(tl.int64)
+            k_ptrs = k_cache_ptr + (page * stride_k_page + page_offset * stride_k_token)[None, :] + offs_d[:, None]
+            v_ptrs = v_cache_ptr + (page * stride_v_page + page_offset * stride_v_token)[:, None] + offs_dv[None, :]
+            k = widened(tl.load(k_ptrs, mask=offs_d[:, None] < HEAD_DIM, other=0.0), q.dtype)
+            v = widened(tl.load(v_ptrs, mask=offs_dv[None, :] < VALUE_DIM, other=0.0), q.dtype)
+            qk = tl.dot(q, k, input_precision="ieee")
+            m_ij = tl.maximum(m_i, tl.max(qk, 1) * factor)
+            p = tl.exp2(qk * factor - m_ij[:, None])
+            alpha = tl.exp2(m_i - m_ij)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            m_i = m_ij
+        lo = whole
     for n_block in range(lo, hi):
         # 5a. Load k [D, N] and v [N, Dv]
         offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from attn_backends.kernels.latent_attention import LatentAttentionArguments
-from attn_backends.kernels.paged_attention import launch_merge, paged_attention
+from attn_backends.kernels.paged_attention import PagedAttentionArguments, launch_merge, paged_attention
+from benchmarks import tune_prompt_attention
 from builders.kernels.triton_runtime import torch_implementations
 from tests.ops.attention import LATENT_BATCHES, PLAIN, latent, paged
 from tests.tree_masks import tree_masks
@@ -26,6 +27,35 @@ def assert_reads_no_token_before_the_windows(spec, query_lens, starts, splits, m
     with torch_implementations():
         wanted = paged_attention(*args[:1], *(t.nan_to_num() for t in args[1:3]), *args[3:])
     torch.testing.assert_close(by_kernel, wanted, rtol=1e-4, atol=1e-5)
+
+
+BY_HEAD = replace(PLAIN, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, head_scales=True)
+
+
+@pytest.mark.parametrize(
+    ("cached", "spec", "splits"), [(62, PLAIN, 1), (63, replace(PLAIN, scale=0.3), 2), (64, BY_HEAD, 1)]
+)
+def test_prompt_sees_whole_blocks_and_the_one_at_its_end(cached, spec, splits):
+    """A block of 64 tokens ends behind the first query, at it, and before it."""
+    args = paged(spec, ([66, 2], [cached + 66, 5], None), splits)
+    by_kernel = paged_attention(*args)
+    with torch_implementations():
+        wanted = paged_attention(*args)
+    close = {"rtol": 1e-4, "atol": 1e-5} if spec.dtype is torch.float32 else {"rtol": 2**-6, "atol": 2**-8}
+    torch.testing.assert_close(by_kernel, wanted, **close)
+
+
+def test_tuner_of_prompts_tries_tiles_and_notices_a_wrong_one(monkeypatch):
+    small = {"_DEVICE": torch.device("cpu"), "_HEADS": 2, "_TILES": ((64, 32, 4, 2), (128, 64, 8, 3))}
+    for name, value in small.items():
+        monkeypatch.setattr(tune_prompt_attention, name, value)
+    prompts = tune_prompt_attention.RandomPrompts(1, 66, 3, 2, 64)
+    found = tune_prompt_attention.compiled(prompts)
+    assert [(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in found] == [(128, 64), (64, 32)]
+    launch = PagedAttentionArguments.launch
+    monkeypatch.setattr(PagedAttentionArguments, "launch", lambda self, tile=None: launch(self, tile) + bool(tile))
+    with pytest.raises(AssertionError):
+        tune_prompt_attention.compiled(prompts)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])

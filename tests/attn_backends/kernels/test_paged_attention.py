@@ -174,6 +174,8 @@ def test_misread_forward_inputs_raise_batch_error(change, message):
 @pytest.mark.parametrize(
     ("row_bytes", "tokens", "alone", "block_m", "tile"),
     [
+        pytest.param(512, 512, False, 128, (64, 8, 3), id="a prompt"),
+        pytest.param(1024, 512, False, 64, (32, 8, 3), id="a prompt with wide heads"),
         pytest.param(512, 32, True, 16, (32, 8, 1), id="one request of few KV heads"),
         pytest.param(512, 256, True, 16, (64, 8, 1), id="one request, a longer context"),
         pytest.param(512, 64, True, 32, (64, 4, 1), id="an extend alone"),
@@ -184,7 +186,8 @@ def test_misread_forward_inputs_raise_batch_error(change, message):
     ],
 )
 def test_tile_config_follows_program_bound(row_bytes, tokens, alone, block_m, tile):
-    config = tile_config(row_bytes=row_bytes, tokens=tokens, one_per_sm=alone, block_m=block_m, wgmma=True)
+    sizes = {"row_bytes": row_bytes, "tokens": tokens, "one_per_sm": alone, "block_m": block_m}
+    config = tile_config(**sizes, prompt=block_m >= 64, wgmma=True)
     assert (config["BLOCK_N"], config["num_warps"], config["num_stages"]) == tile
 
 
