@@ -7,7 +7,7 @@ with S before it, G_i the sum of log decays on token i's path and rel_ij = exp(G
     out_i = S^T (exp(G_i) q_i) + sum over j <= i of (q_i . rel_ij k_j) u_j
     S after = exp(G_last) S + sum over j of (rel_last,j k_j) u_j^T
 
-The first kernel writes what no state enters: solve, with u = solve (v - S^T (exp(G) k)), and score, the factors of u_j
+The first kernel writes what no state enters: G; solve, with u = solve (v - S^T (exp(G) k)); and score, the factors of u_j
 in out_i. The second has the states. A step is one block whose u join the journal; a prompt is block after block.
 
 Shape legend: T query tokens, R requests, S slots, J journal entries, H key heads, HV value heads, Dk and Dv their dims,
@@ -32,8 +32,9 @@ from builders.kernels.triton_runtime import await_previous, stored_as, tl, trito
 
 _BLOCK_T = 32
 """Tokens of a prompt's block. Longer ones would sum more log decays, whose differences then lose bits."""
-_BLOCK_V = 32
-"""Columns of a state per program, which are held in registers."""
+_BLOCK_K, _BLOCK_V = 32, 32
+"""Rows of a slice of a state, and columns of it per program, which holds all slices of them in registers. A product
+over whole columns would need more registers than there are."""
 
 
 class DeltaRuleStep(NamedTuple):
@@ -106,12 +107,13 @@ class DeltaRuleStep(NamedTuple):
         decay = self.decay.contiguous()
         replaced = decay.new_empty(num_reqs, *self.decays.shape[1:]) if replaced_key is not self.key else self.decays
         solve, score = (mixed.new_empty(len(self.x), value_heads, block_t) for _ in range(2))
+        sums, block_k = torch.empty_like(decay), max(16, next_power_of_2(key_dim))
         shared: dict[str, Any] = {
             "mixed_ptr": mixed,
             "decay_ptr": decay,
-            "tree_masks_ptr": self.tree_masks,
             "solve_ptr": solve,
             "score_ptr": score,
+            "sums_ptr": sums,
             "decays_ptr": self.decays,
             "replaced_decays_ptr": replaced,
             "HEADS": heads,
@@ -119,15 +121,19 @@ class DeltaRuleStep(NamedTuple):
             "KEY_DIM": key_dim,
             "VALUE_DIM": value_dim,
             "BLOCK_T": block_t,
-            "BLOCK_K": max(16, next_power_of_2(key_dim)),
             "PER_CHANNEL": decay.dim() == 3,
-            "TREE": self.tree_masks is not None,
             "PRECISION": "ieee" if mixed.device.type == "cpu" else "tf32x3",
             **plan,
         }
         blocks = cdiv(self.max_query_len, block_t)
         _delta_rule_tokens_kernel[(num_reqs * blocks, value_heads)](
-            beta_ptr=self.beta.contiguous(), num_blocks=blocks, num_warps=4, **shared
+            beta_ptr=self.beta.contiguous(),
+            tree_masks_ptr=self.tree_masks,
+            num_blocks=blocks,
+            BLOCK_K=block_k,
+            TREE=self.tree_masks is not None,
+            num_warps=4 if block_t <= 16 else 8,
+            **shared,
         )
         out = stored_as(self.fake())
         _delta_rule_state_kernel[(cdiv(value_dim, block_v), value_heads, num_reqs)](
@@ -136,6 +142,7 @@ class DeltaRuleStep(NamedTuple):
             update_ptr=self.update,
             replaced_key_ptr=replaced_key,
             o_ptr=out,
+            BLOCK_K=min(block_k, _BLOCK_K),
             BLOCK_V=block_v,
             BLOCK_J=16,
             num_warps=4,
@@ -146,31 +153,37 @@ class DeltaRuleStep(NamedTuple):
 
 
 @triton.jit
-def path_sums(g, seen, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the sums [B, G] of log decays g [B, G] over the tokens that each one sees."""
-    if PER_CHANNEL:
-        return tl.dot(seen.to(tl.float32), g, input_precision=PRECISION)
+def load_slice(ptrs, mask, at: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Return columns of rows, [B, BLOCK] from column `at` on, or [B, 1] of rows that have one; ptrs and mask: [B, 1],
+    to the first column of each row. 0 where masked and from column DIM on."""
+    if DIM == 1:
+        return tl.load(ptrs, mask=mask, other=0.0)
     else:
-        return tl.sum(tl.where(seen, tl.trans(g), 0.0), 1)[:, None]
+        offs = at + tl.arange(0, BLOCK)[None, :]
+        return tl.load(ptrs + offs, mask=mask & (offs < DIM), other=0.0)
 
 
 @triton.jit
-def take_in(state, k, u, g, PRECISION: tl.constexpr):
-    """Return the state [Dk, Dv] after a chain of tokens with keys k [B, Dk], updates u [B, Dv], log decays g [B, G]."""
-    total = tl.sum(g, 0)
-    k = k * tl.exp(total[None, :] - tl.cumsum(g, 0))
-    return state * tl.exp(total)[:, None] + tl.dot(tl.trans(k), u, input_precision=PRECISION)
-
-
-@triton.jit
-def seen_on_path(tree_masks_ptr, token, mask_t, TREE: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return which tokens of a block each one sees on its path, bool [B, B], itself included."""
-    i = tl.arange(0, BLOCK_T)[:, None]
-    j = tl.arange(0, BLOCK_T)[None, :]
-    if TREE:
-        masks = tl.load(tree_masks_ptr + token, mask=mask_t, other=0)
-        return ((((masks[:, None] >> j.to(tl.int64)) & 1) == 1) & (j < i)) | (i == j)
-    return j <= i
+def take_in(
+    states,
+    k_ptrs,
+    g_ptrs,
+    mask,
+    u,
+    KEY_DIM: tl.constexpr,
+    DECAYS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return the slices [BLOCK_K, Dv] of a state after a chain of tokens, with their keys, log decays and u [B, Dv]."""
+    after = ()
+    for at in tl.static_range(len(states)):
+        g = load_slice(g_ptrs, mask, at * BLOCK_K, DECAYS, BLOCK_K)
+        total = tl.sum(g, 0)
+        k = load_slice(k_ptrs, mask, at * BLOCK_K, KEY_DIM, BLOCK_K) * tl.exp(total[None, :] - tl.cumsum(g, 0))
+        state = states[at] * tl.exp(total)[:, None]
+        after = after + (tl.dot(tl.trans(k), u, acc=state, input_precision=PRECISION),)
+    return after
 
 
 @triton.jit
@@ -181,6 +194,7 @@ def _delta_rule_tokens_kernel(
     tree_masks_ptr,  # int64 [T], or None
     solve_ptr,  # out: fp32 [T, HV, B]: row i of a block's solve
     score_ptr,  # out: fp32 [T, HV, B]: column j of a block's score
+    sums_ptr,  # out: fp32 [T, HV, G]: sums of the log decays of a block's paths
     decays_ptr,  # in and out: fp32 [S, J, HV, G]
     replaced_decays_ptr,  # out: fp32 [R, J, HV, G]
     base_ptr,  # int32 [S]
@@ -236,10 +250,19 @@ def _delta_rule_tokens_kernel(
     mask_k = mask_t[:, None] & (offs_k < KEY_DIM)
     q = tl.load(q_ptrs, mask=mask_k, other=0.0)
     k = tl.load(q_ptrs + HEADS * KEY_DIM, mask=mask_k, other=0.0)
-    g_ptrs = decay_ptr + (token[:, None] * VALUE_HEADS + value_head) * DECAYS + offs_g
-    g = tl.load(g_ptrs, mask=mask_t[:, None] & (offs_g < DECAYS), other=0.0)
-    seen = seen_on_path(tree_masks_ptr, token, mask_t, TREE, BLOCK_T)
-    sums = path_sums(g, seen, PER_CHANNEL, PRECISION)
+    offs = (token[:, None] * VALUE_HEADS + value_head) * DECAYS + offs_g
+    mask_g = mask_t[:, None] & (offs_g < DECAYS)
+    g = tl.load(decay_ptr + offs, mask=mask_g, other=0.0)
+    seen = i[None, :] <= i[:, None]
+    if TREE:
+        masks = tl.load(tree_masks_ptr + token, mask=mask_t, other=0)[:, None]
+        on_path = (masks >> i[None, :].to(tl.int64)) & 1 == 1
+        seen = seen & (on_path | (i[None, :] == i[:, None]))
+    if PER_CHANNEL:
+        sums = tl.dot(seen.to(tl.float32), g, input_precision=PRECISION)
+    else:
+        sums = tl.sum(tl.where(seen, tl.trans(g), 0.0), 1)[:, None]
+    tl.store(sums_ptr + offs, sums, mask=mask_g)
 
     # 2. Token after token, eliminate its update from those of the tokens that see it
     solve = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
@@ -281,9 +304,9 @@ def _delta_rule_tokens_kernel(
 def _delta_rule_state_kernel(
     mixed_ptr,  # fp32 [T, C]: q, k and v after the convolution
     decay_ptr,  # fp32 [T, HV, G]
-    tree_masks_ptr,  # int64 [T], or None
     solve_ptr,  # fp32 [T, HV, B]
     score_ptr,  # fp32 [T, HV, B], transposed
+    sums_ptr,  # fp32 [T, HV, G]
     state_ptr,  # in and out: fp32 [S, HV, Dk, Dv]
     key_ptr,  # fp32 [S, J, H, Dk]
     update_ptr,  # in and out: fp32 [S, J, HV, Dv]
@@ -306,13 +329,12 @@ def _delta_rule_state_kernel(
     VALUE_DIM: tl.constexpr,  # Dv
     JOURNAL: tl.constexpr,  # J
     BLOCK_T: tl.constexpr,  # B
-    BLOCK_K: tl.constexpr,  # Dk, rounded up to a power of two
+    BLOCK_K: tl.constexpr,  # rows of a slice of the state
     BLOCK_V: tl.constexpr,  # columns of the state per program
     BLOCK_J: tl.constexpr,  # entries that are replayed at once
     PER_CHANNEL: tl.constexpr,
     ABSORB: tl.constexpr,
     MAY_FOLD: tl.constexpr,
-    TREE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
@@ -320,7 +342,7 @@ def _delta_rule_state_kernel(
     One program per row, value head and BLOCK_V columns of its state; grid [Dv / BLOCK_V, HV, R]."""
     CHANNELS: tl.constexpr = 2 * HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     DECAYS: tl.constexpr = KEY_DIM if PER_CHANNEL else 1
-    BLOCK_G: tl.constexpr = BLOCK_K if PER_CHANNEL else 1
+    SLICES: tl.constexpr = (KEY_DIM + BLOCK_K - 1) // BLOCK_K
     await_previous(PDL)
     value_head = tl.program_id(1)
     row = tl.program_id(2)
@@ -341,14 +363,14 @@ def _delta_rule_state_kernel(
             tl.store(o_ptr + (token * VALUE_HEADS + value_head) * VALUE_DIM + offs_v, zeros, mask=mask)
         return
 
-    # 2. Load the checkpoint [Dk, Dv] and replay the journal
+    # 2. Load the checkpoint [Dk, Dv] in slices, and replay the journal
     k_head = value_head // (VALUE_HEADS // HEADS)
-    offs_k = tl.arange(0, BLOCK_K)[None, :]
-    offs_g = tl.arange(0, BLOCK_G)[None, :]
     rows = tl.arange(0, BLOCK_K)[:, None]
     state_ptrs = state_ptr + ((slot * VALUE_HEADS + value_head) * KEY_DIM + rows) * VALUE_DIM + offs_v
-    mask_s = (rows < KEY_DIM) & mask_v
-    state = tl.load(state_ptrs, mask=mask_s & (fresh == 0), other=0.0)
+    states = ()
+    for at in tl.static_range(SLICES):
+        mask_s = (at * BLOCK_K + rows < KEY_DIM) & mask_v & (fresh == 0)
+        states = states + (tl.load(state_ptrs + at * BLOCK_K * VALUE_DIM, mask=mask_s, other=0.0),)
     update_ptr += slot * (JOURNAL * VALUE_HEADS * VALUE_DIM) + value_head * VALUE_DIM
     key_ptr += slot * (JOURNAL * HEADS * KEY_DIM)
     decays_ptr += slot * (JOURNAL * VALUE_HEADS * DECAYS)
@@ -357,48 +379,51 @@ def _delta_rule_state_kernel(
         replaced = replaced_decays_ptr + row.to(tl.int64) * (JOURNAL * VALUE_HEADS * DECAYS)
         decays_ptr = tl.where(fold, replaced, decays_ptr)
     for start in range(0, replay, BLOCK_J):
-        entry = start + tl.arange(0, BLOCK_J)
+        entry = start + tl.arange(0, BLOCK_J)[:, None]
         mask_j = entry < replay
-        key_ptrs = key_ptr + entry[:, None] * (HEADS * KEY_DIM) + k_head * KEY_DIM + offs_k
-        k = tl.load(key_ptrs, mask=mask_j[:, None] & (offs_k < KEY_DIM), other=0.0)
-        g_ptrs = decays_ptr + (entry[:, None] * VALUE_HEADS + value_head) * DECAYS + offs_g
-        g = tl.load(g_ptrs, mask=mask_j[:, None] & (offs_g < DECAYS), other=0.0)
-        u_ptrs = update_ptr + entry[:, None] * (VALUE_HEADS * VALUE_DIM) + offs_v
-        u = tl.load(u_ptrs, mask=mask_j[:, None] & mask_v, other=0.0)
-        state = take_in(state, k, u, g, PRECISION)
+        k_ptrs = key_ptr + (entry * HEADS + k_head) * KEY_DIM
+        g_ptrs = decays_ptr + (entry * VALUE_HEADS + value_head) * DECAYS
+        u = tl.load(update_ptr + entry * (VALUE_HEADS * VALUE_DIM) + offs_v, mask=mask_j & mask_v, other=0.0)
+        states = take_in(states, k_ptrs, g_ptrs, mask_j, u, KEY_DIM, DECAYS, BLOCK_K, PRECISION)
     if not ABSORB:
-        tl.store(state_ptrs, state, mask=mask_s & fold)
+        if fold:
+            for at in tl.static_range(SLICES):
+                mask_s = (at * BLOCK_K + rows < KEY_DIM) & mask_v
+                tl.store(state_ptrs + at * BLOCK_K * VALUE_DIM, states[at], mask=mask_s)
 
     # 3. The tokens
     for start in range(0, q_len, BLOCK_T):
-        mask_t = start + i < q_len
-        token = (q_start + start + i).to(tl.int64)
-        q_ptrs = mixed_ptr + token[:, None] * CHANNELS + k_head * KEY_DIM + offs_k
-        mask_k = mask_t[:, None] & (offs_k < KEY_DIM)
-        g_ptrs = decay_ptr + (token[:, None] * VALUE_HEADS + value_head) * DECAYS + offs_g
-        g = tl.load(g_ptrs, mask=mask_t[:, None] & (offs_g < DECAYS), other=0.0)
-        seen = seen_on_path(tree_masks_ptr, token, mask_t, TREE, BLOCK_T)
-        decayed = tl.exp(path_sums(g, seen, PER_CHANNEL, PRECISION))
-        k = tl.load(q_ptrs + HEADS * KEY_DIM, mask=mask_k, other=0.0)
-        mask_tv = mask_t[:, None] & mask_v
-        v_ptrs = mixed_ptr + token[:, None] * CHANNELS + 2 * HEADS * KEY_DIM + value_head * VALUE_DIM + offs_v
-        v = tl.load(v_ptrs, mask=mask_tv, other=0.0) - tl.dot(k * decayed, state, input_precision=PRECISION)
-        matrix = (token * VALUE_HEADS + value_head) * BLOCK_T
-        solve = tl.load(solve_ptr + matrix[:, None] + i[None, :], mask=mask_t[:, None], other=0.0)
-        u = tl.dot(solve, v, input_precision=PRECISION)
-        q = tl.load(q_ptrs, mask=mask_k, other=0.0)
-        score = tl.load(score_ptr + matrix[None, :] + i[:, None], mask=mask_t[None, :], other=0.0)
-        o = tl.dot(q * decayed, state, input_precision=PRECISION)
-        o += tl.dot(score, u, input_precision=PRECISION)
-        tl.store(o_ptr + (token[:, None] * VALUE_HEADS + value_head) * VALUE_DIM + offs_v, o, mask=mask_tv)
+        mask_t = (start + i < q_len)[:, None]
+        token = (q_start + start + i).to(tl.int64)[:, None]
+        of_head = token * VALUE_HEADS + value_head
+        q_ptrs = mixed_ptr + token * CHANNELS + k_head * KEY_DIM
+        k_ptrs = q_ptrs + HEADS * KEY_DIM
+        v_ptrs = mixed_ptr + token * CHANNELS + 2 * HEADS * KEY_DIM + value_head * VALUE_DIM + offs_v
+        known = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+        o = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+        for at in tl.static_range(SLICES):
+            decayed = tl.exp(load_slice(sums_ptr + of_head * DECAYS, mask_t, at * BLOCK_K, DECAYS, BLOCK_K))
+            k = load_slice(k_ptrs, mask_t, at * BLOCK_K, KEY_DIM, BLOCK_K) * decayed
+            q = load_slice(q_ptrs, mask_t, at * BLOCK_K, KEY_DIM, BLOCK_K) * decayed
+            known = tl.dot(k, states[at], acc=known, input_precision=PRECISION)
+            o = tl.dot(q, states[at], acc=o, input_precision=PRECISION)
+        v = tl.load(v_ptrs, mask=mask_t & mask_v, other=0.0)
+        solve = tl.load(solve_ptr + of_head * BLOCK_T + i[None, :], mask=mask_t, other=0.0)
+        u = tl.dot(solve, v - known, input_precision=PRECISION)
+        score = tl.load(score_ptr + tl.trans(of_head) * BLOCK_T + i[:, None], mask=tl.trans(mask_t), other=0.0)
+        o = tl.dot(score, u, acc=o, input_precision=PRECISION)
+        tl.store(o_ptr + of_head * VALUE_DIM + offs_v, o, mask=mask_t & mask_v)
         if ABSORB:
-            state = take_in(state, k, u, g, PRECISION)
+            g_ptrs = decay_ptr + of_head * DECAYS
+            states = take_in(states, k_ptrs, g_ptrs, mask_t, u, KEY_DIM, DECAYS, BLOCK_K, PRECISION)
         else:
-            entry = tl.where(fold, 0, replay) + i
-            mask_u = mask_tv & (entry < JOURNAL)[:, None]
-            tl.store(update_ptr + entry[:, None] * (VALUE_HEADS * VALUE_DIM) + offs_v, u, mask=mask_u)
+            entry = (tl.where(fold, 0, replay) + i)[:, None]
+            mask_u = mask_t & mask_v & (entry < JOURNAL)
+            tl.store(update_ptr + entry * (VALUE_HEADS * VALUE_DIM) + offs_v, u, mask=mask_u)
     if ABSORB:
-        tl.store(state_ptrs, state, mask=mask_s)
+        for at in tl.static_range(SLICES):
+            mask_s = (at * BLOCK_K + rows < KEY_DIM) & mask_v
+            tl.store(state_ptrs + at * BLOCK_K * VALUE_DIM, states[at], mask=mask_s)
 
 
 delta_rule_step = define_op(
