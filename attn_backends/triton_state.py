@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from attn_backends.capabilities import Sizes
 from attn_backends.kernels.delta_rule import DeltaRuleStep, delta_rule_step
+from attn_backends.kernels.move_entries import MoveEntries, move_entries
 from attn_backends.kernels.state_rows import EndStateStep, end_state_step
 from attn_backends.state import StateBackend, StateInputs, check_state_inputs
 from attn_backends.state_cache import StateCache, StateLengths
 from attn_backends.state_capabilities import StateCapabilities, StateFeature
 from builders import Recurrence, StateMetadata, StateSpec
-from builders.errors import require
+from builders.errors import require, require_tensor
 from builders.kernels.triton_runtime import TRITON_VERSION, interpreting, triton_unsupported_reasons
 
 
@@ -89,3 +92,24 @@ class TritonState(StateBackend):
                 reserve=metadata.reserve,
             )
         )
+
+    def move_accepted(
+        self, caches: Sequence[StateCache], metadata: StateMetadata, path: Tensor, *, spec: StateSpec
+    ) -> None:
+        device = caches[0].state.device
+        require_tensor("path", path, shape=(metadata.num_reqs, None), dtype=torch.int64, device=device)
+        for cache in caches:
+            move_entries(
+                *MoveEntries(
+                    conv=cache.conv,
+                    key=cache.key,
+                    update=cache.update,
+                    decays=cache.decay,
+                    base=cache.lengths.base,
+                    held=cache.lengths.held,
+                    query_start_loc=metadata.query_start_loc,
+                    seq_lens=metadata.seq_lens,
+                    slots=metadata.slots,
+                    path=path,
+                )
+            )

@@ -30,11 +30,9 @@ from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, stored_as, tl, triton
 
-_BLOCK_T = 32
-"""Tokens of a prompt's block. Longer ones would sum more log decays, whose differences then lose bits."""
-_BLOCK_K, _BLOCK_V = 32, 32
-"""Rows of a slice of a state, and columns of it per program, which holds all slices of them in registers. A product
-over whole columns would need more registers than there are."""
+_BLOCK_T, _BLOCK_K, _BLOCK_V = 16, 16, 32
+"""Tokens of a block, at least; rows of a slice of a state; and columns of it per program, which holds all slices of them
+in registers. Longer blocks, and products over whole columns, would need more registers than there are."""
 
 
 class DeltaRuleStep(NamedTuple):
@@ -101,13 +99,12 @@ class DeltaRuleStep(NamedTuple):
             self.x, self.weight, self.bias, self.tree_masks, self.conv, self.key, value_heads, value_dim,
             self.max_query_len, plan,
         )  # fmt: skip
-        # tl.dot needs at least 16 rows.
-        block_t = _BLOCK_T if self.absorb else max(16, next_power_of_2(self.max_query_len))
-        block_v = max(16, min(_BLOCK_V, next_power_of_2(value_dim)))
+        block_t = _BLOCK_T if self.absorb else max(_BLOCK_T, next_power_of_2(self.max_query_len))
+        block_v = max(16, min(_BLOCK_V, next_power_of_2(value_dim)))  # tl.dot needs 16
         decay = self.decay.contiguous()
         replaced = decay.new_empty(num_reqs, *self.decays.shape[1:]) if replaced_key is not self.key else self.decays
         solve, score = (mixed.new_empty(len(self.x), value_heads, block_t) for _ in range(2))
-        sums, block_k = torch.empty_like(decay), max(16, next_power_of_2(key_dim))
+        sums = decay.new_empty(decay.shape)
         shared: dict[str, Any] = {
             "mixed_ptr": mixed,
             "decay_ptr": decay,
@@ -130,7 +127,7 @@ class DeltaRuleStep(NamedTuple):
             beta_ptr=self.beta.contiguous(),
             tree_masks_ptr=self.tree_masks,
             num_blocks=blocks,
-            BLOCK_K=block_k,
+            BLOCK_K=max(16, next_power_of_2(key_dim)),
             TREE=self.tree_masks is not None,
             num_warps=4 if block_t <= 16 else 8,
             **shared,
@@ -142,7 +139,7 @@ class DeltaRuleStep(NamedTuple):
             update_ptr=self.update,
             replaced_key_ptr=replaced_key,
             o_ptr=out,
-            BLOCK_K=min(block_k, _BLOCK_K),
+            BLOCK_K=_BLOCK_K,
             BLOCK_V=block_v,
             BLOCK_J=16,
             num_warps=4,

@@ -64,7 +64,7 @@ def launch_convolution(
         BLOCK_D=block_d,
         BLOCK_W=next_power_of_2(weight.shape[1] - 1),
         TREE=tree_masks is not None,
-        num_warps=4 if block_t * block_d > 1024 else 1,
+        num_warps=max(1, min(8, block_t * block_d // 1024)),
         **plan,
     )
     return mixed, replaced
