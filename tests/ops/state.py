@@ -29,7 +29,7 @@ KINDS: list[dict[str, Any]] = [
     {"tree": True},
     {"tree": True, "kda": True, "width": 2},
     {"may_fold": False, "width": 1},
-    {"reserve": 1, "dims": (24, 40)},
+    {"reserve": 4, "dims": (24, 40)},
     {"dtype": torch.bfloat16},
     {"dtype": torch.float16, "kda": True},
     {"absorb": True, "times": 13},
@@ -113,12 +113,12 @@ def end_state_step() -> Iterator[tuple[Any, ...]]:
 
 @op("attn_backends::move_entries")
 def move_entries() -> Iterator[tuple[Any, ...]]:
-    """After a step of trees: the slots of two rows hold what their lengths say."""
+    """After a step of trees: the slots of three rows hold what their lengths say."""
     paths = [[2, -1], [1, 2], [2, 9], [1, 2], [2, -1], [1, 2], [1, 2], [2, -1], [1, 2]]
+    names = ("conv", "key", "update", "decays")
     for kind in ({}, {"kda": True}, {"dtype": torch.bfloat16, "width": 2}):
         each = step(**kind)
-        batch = rows() | {"base": int32(9, 50, 3, 11, 1, 5, 4), "held": int32(3, 0, 0, 3, 0, 5, 1)}
-        batch["base"][0] = 0
-        parts = {name: getattr(each, name).nan_to_num(0.5) for name in ("conv", "key", "update", "decays")}
+        batch = rows() | {"base": int32(0, 50, 3, 11, 1, 5, 4), "held": int32(3, 0, 0, 3, 0, 5, 3)}
+        parts = {name: noise(*part.shape, dtype=part.dtype) for name, part in each._asdict().items() if name in names}
         for path in (torch.tensor(paths), torch.tensor(paths).T.contiguous().T):
             yield tuple(MoveEntries(**parts, **batch, path=path))
