@@ -38,10 +38,11 @@ class TritonState(StateBackend):
 
     def unsupported_reasons(self, spec: StateSpec, device: torch.device) -> list[str]:
         if device.type == "cpu" and not interpreting():
-            return ["its kernels run on a CPU only with TRITON_INTERPRET=1"]
+            return ["runs on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1"]
         return triton_unsupported_reasons(device.type)
 
     def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
+        """See `StateBackend.forward`. Raises BatchError also for a cache that is not contiguous."""
         check_state_inputs(inputs, cache, metadata, spec)
         parts = {name: getattr(cache, name) for name in ("state", "conv", "key", "update", "decay")}
         strided = [name for name, part in parts.items() if not part.is_contiguous()]
@@ -96,6 +97,10 @@ class TritonState(StateBackend):
     def move_accepted(
         self, caches: Sequence[StateCache], metadata: StateMetadata, path: Tensor, *, spec: StateSpec
     ) -> None:
+        """See `StateBackend.move_accepted`: one kernel per layer. Paths must ascend, as those of a verified tree do.
+
+        Raises BatchError for a path of another shape, dtype or device.
+        """
         device = caches[0].state.device
         require_tensor("path", path, shape=(metadata.num_reqs, None), dtype=torch.int64, device=device)
         for cache in caches:

@@ -7,8 +7,8 @@ with S before it, G_i the sum of log decays on token i's path and rel_ij = exp(G
     out_i = S^T (exp(G_i) q_i) + sum over j <= i of (q_i . rel_ij k_j) u_j
     S after = exp(G_last) S + sum over j of (rel_last,j k_j) u_j^T
 
-The first kernel writes what no state enters: G; solve, with u = solve (v - S^T (exp(G) k)); and score, the factors of u_j
-in out_i. The second has the states. A step is one block whose u join the journal; a prompt is block after block.
+The first kernel writes what no state enters: G; solve, with u = solve (v - S^T (exp(G) k)); and score, the factors of
+u_j in out_i. The second has the states. A step is one block whose u join the journal; a prompt is block after block.
 
 Shape legend: T query tokens, R requests, S slots, J journal entries, H key heads, HV value heads, Dk and Dv their dims,
 W the convolution's width, C channels, G log decays of a value head (1 or Dk), B tokens of a block.
@@ -142,7 +142,7 @@ class DeltaRuleStep(NamedTuple):
             BLOCK_K=_BLOCK_K,
             BLOCK_V=block_v,
             BLOCK_J=16,
-            num_warps=4,
+            num_warps=4 if block_t <= 16 else 8,
             num_stages=1,
             **shared,
         )
@@ -179,7 +179,7 @@ def take_in(
         total = tl.sum(g, 0)
         k = load_slice(k_ptrs, mask, at * BLOCK_K, KEY_DIM, BLOCK_K) * tl.exp(total[None, :] - tl.cumsum(g, 0))
         state = states[at] * tl.exp(total)[:, None]
-        after = after + (tl.dot(tl.trans(k), u, acc=state, input_precision=PRECISION),)
+        after = after + (tl.dot(tl.trans(k), u, acc=state, input_precision=PRECISION),)  # type: ignore[assignment]
     return after
 
 
@@ -227,7 +227,7 @@ def _delta_rule_tokens_kernel(
     row = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
     value_head = tl.program_id(1)
-    q_start, q_len, slot, replay, live, fresh, fold, _ = plan_row(
+    q_start, q_len, slot, replay, _, _, fold, _ = plan_row(
         row, base_ptr, held_ptr, query_start_loc_ptr, seq_lens_ptr, slots_ptr, max_seq_len, num_slots, reserve,
         stride_slots, JOURNAL, ABSORB, MAY_FOLD,
     )  # fmt: skip
@@ -367,7 +367,8 @@ def _delta_rule_state_kernel(
     states = ()
     for at in tl.static_range(SLICES):
         mask_s = (at * BLOCK_K + rows < KEY_DIM) & mask_v & (fresh == 0)
-        states = states + (tl.load(state_ptrs + at * BLOCK_K * VALUE_DIM, mask=mask_s, other=0.0),)
+        state = tl.load(state_ptrs + at * BLOCK_K * VALUE_DIM, mask=mask_s, other=0.0)
+        states = states + (state,)  # type: ignore[assignment]
     update_ptr += slot * (JOURNAL * VALUE_HEADS * VALUE_DIM) + value_head * VALUE_DIM
     key_ptr += slot * (JOURNAL * HEADS * KEY_DIM)
     decays_ptr += slot * (JOURNAL * VALUE_HEADS * DECAYS)
@@ -383,10 +384,9 @@ def _delta_rule_state_kernel(
         u = tl.load(update_ptr + entry * (VALUE_HEADS * VALUE_DIM) + offs_v, mask=mask_j & mask_v, other=0.0)
         states = take_in(states, k_ptrs, g_ptrs, mask_j, u, KEY_DIM, DECAYS, BLOCK_K, PRECISION)
     if not ABSORB:
-        if fold:
-            for at in tl.static_range(SLICES):
-                mask_s = (at * BLOCK_K + rows < KEY_DIM) & mask_v
-                tl.store(state_ptrs + at * BLOCK_K * VALUE_DIM, states[at], mask=mask_s)
+        for at in tl.static_range(SLICES):
+            mask_s = (at * BLOCK_K + rows < KEY_DIM) & mask_v
+            tl.store(state_ptrs + at * BLOCK_K * VALUE_DIM, states[at], mask=mask_s & fold)
 
     # 3. The tokens
     for start in range(0, q_len, BLOCK_T):

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.kernels.state_rows import metadata_of
 from attn_backends.state_cache import StateCache, StateLengths
 from attn_backends.torch_state import TorchState
-from builders import StateSpec
+from builders import StateMetadata, StateSpec
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
@@ -41,27 +40,26 @@ class MoveEntries(NamedTuple):
     slots: torch.Tensor
     path: torch.Tensor
 
-    @property
-    def max_seq_len(self) -> int:
-        return 1 << 30
-
-    @property
-    def absorb(self) -> bool:
-        return False
-
-    may_fold = absorb
-
-    @property
-    def reserve(self) -> int:
-        return 0
-
     def reference(self) -> None:
         journal = self.key.shape[1]
         width = self.conv.shape[1] - journal + 1
         spec = StateSpec(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, journal=journal, conv_width=width)
         lengths = StateLengths(self.base, self.held, self.held)
         cache = StateCache(self.update, self.conv, self.key, self.update, self.decays, lengths)
-        TorchState().move_accepted([cache], metadata_of(self, 0, 0, None), self.path, spec=spec)
+        metadata = StateMetadata(
+            num_reqs=len(self.seq_lens),
+            num_tokens=0,
+            max_query_len=0,
+            max_seq_len=0,
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            slots=self.slots,
+            tree_masks=None,
+            absorb=False,
+            may_fold=False,
+            reserve=0,
+        )
+        TorchState().move_accepted([cache], metadata, self.path, spec=spec)
 
     def launch(self) -> None:
         _, journal, *_ = self.key.shape
@@ -160,6 +158,4 @@ def _move_entries_kernel(
             move_entry(decays_ptr, source, target, offs, DECAY_DIM)
 
 
-move_entries = define_op(
-    "attn_backends::move_entries", MoveEntries, mutates=("conv", "key", "update", "decays")
-)
+move_entries = define_op("attn_backends::move_entries", MoveEntries, mutates=("conv", "key", "update", "decays"))

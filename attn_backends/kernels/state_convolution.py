@@ -37,7 +37,7 @@ def launch_convolution(
     Returns fp32 [T, C], with q and k of norm 1 and q scaled, and the keys fp32 [R, J, H, Dk] that a fold must replay
     and has overwritten. Neither is written for a row that is not live.
     """
-    x, num_reqs, (_, journal, heads, key_dim) = whole_rows(x), len(plan["seq_lens_ptr"]), key.shape
+    x, num_reqs, (_, _, heads, key_dim) = whole_rows(x), len(plan["seq_lens_ptr"]), key.shape
     mixed = x.new_empty(x.shape, dtype=torch.float32)
     folds = plan["MAY_FOLD"] and not plan["ABSORB"]
     replaced = key.new_empty(num_reqs, *key.shape[1:]) if folds else key
@@ -113,7 +113,7 @@ def _state_convolution_kernel(
     row = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
     head = tl.program_id(1)
-    q_start, q_len, slot, replay, live, fresh, fold, _ = plan_row(
+    q_start, q_len, slot, replay, _, fresh, fold, _ = plan_row(
         row, base_ptr, held_ptr, query_start_loc_ptr, seq_lens_ptr, slots_ptr, max_seq_len, num_slots, reserve,
         stride_slots, JOURNAL, ABSORB, MAY_FOLD,
     )  # fmt: skip

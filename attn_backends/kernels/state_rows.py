@@ -224,6 +224,4 @@ def _end_state_step_kernel(
     tl.store(lost_ptr + slot, tl.full((BLOCK_R,), 1, tl.int32), mask=lost & inside)
 
 
-end_state_step = define_op(
-    "attn_backends::end_state_step", EndStateStep, mutates=("base", "held", "lost")
-)
+end_state_step = define_op("attn_backends::end_state_step", EndStateStep, mutates=("base", "held", "lost"))
