@@ -44,38 +44,13 @@ class TritonState(StateBackend):
     def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
         """See `StateBackend.forward`. Raises BatchError also for a cache that is not contiguous."""
         check_state_inputs(inputs, cache, metadata, spec)
-        parts = {name: getattr(cache, name) for name in ("state", "conv", "key", "update", "decay")}
-        strided = [name for name, part in parts.items() if not part.is_contiguous()]
+        names = ("state", "conv", "key", "update", "decay")
+        strided = [name for name in names if not getattr(cache, name).is_contiguous()]
         require(
             not strided,
             f"{' and '.join(strided)} of the cache must be contiguous; nothing was written. Use allocate_state.",
         )
-        state, conv, key, update, decays = parts.values()
-        return delta_rule_step(
-            *DeltaRuleStep(
-                x=inputs.x,
-                decay=inputs.decay,
-                beta=inputs.beta,
-                weight=inputs.weight,
-                bias=inputs.bias,
-                state=state,
-                conv=conv,
-                key=key,
-                update=update,
-                decays=decays,
-                base=cache.lengths.base,
-                held=cache.lengths.held,
-                query_start_loc=metadata.query_start_loc,
-                seq_lens=metadata.seq_lens,
-                slots=metadata.slots,
-                tree_masks=metadata.tree_masks,
-                max_query_len=metadata.max_query_len,
-                max_seq_len=metadata.max_seq_len,
-                absorb=metadata.absorb,
-                may_fold=metadata.may_fold,
-                reserve=metadata.reserve,
-            )
-        )
+        return delta_rule_step(*DeltaRuleStep.of(inputs, cache, metadata))
 
     def end_step(self, lengths: StateLengths, metadata: StateMetadata, *, spec: StateSpec) -> None:
         end_state_step(

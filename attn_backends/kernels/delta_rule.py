@@ -25,14 +25,14 @@ from attn_backends.kernels.state_rows import metadata_of, plan_arguments, plan_r
 from attn_backends.state import StateInputs
 from attn_backends.state_cache import StateCache, StateLengths
 from attn_backends.torch_state import TorchState
-from builders import Recurrence, StateSpec
+from builders import Recurrence, StateMetadata, StateSpec
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, stored_as, tl, triton
 
 _BLOCK_T, _BLOCK_K, _BLOCK_V = 16, 16, 32
-"""Tokens of a block, at least; rows of a slice of a state; and columns of it per program, which holds all slices of them
-in registers. Longer blocks, and products over whole columns, would need more registers than there are."""
+"""Tokens of a block, at least; rows of a slice of a state; and columns of it per program, which holds its slices in
+registers. Longer blocks, and products over whole columns, would need more registers than there are."""
 
 
 class DeltaRuleStep(NamedTuple):
@@ -70,6 +70,29 @@ class DeltaRuleStep(NamedTuple):
     absorb: bool
     may_fold: bool
     reserve: int
+
+    @classmethod
+    def of(cls, inputs: StateInputs, cache: StateCache, metadata: StateMetadata) -> DeltaRuleStep:
+        """Return the arguments for a layer's step."""
+        return cls(
+            *inputs,
+            state=cache.state,
+            conv=cache.conv,
+            key=cache.key,
+            update=cache.update,
+            decays=cache.decay,
+            base=cache.lengths.base,
+            held=cache.lengths.held,
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
+            slots=metadata.slots,
+            tree_masks=metadata.tree_masks,
+            max_query_len=metadata.max_query_len,
+            max_seq_len=metadata.max_seq_len,
+            absorb=metadata.absorb,
+            may_fold=metadata.may_fold,
+            reserve=metadata.reserve,
+        )
 
     def reference(self) -> torch.Tensor:
         _, value_heads, key_dim, value_dim = self.state.shape
