@@ -109,7 +109,7 @@ class DeltaRuleStep(NamedTuple):
         )
         lengths = StateLengths(self.base, self.held, torch.zeros_like(self.held))
         cache = StateCache(self.state, self.conv, self.key, self.update, self.decays, lengths)
-        metadata = metadata_of(self, len(self.x), self.max_query_len, self.tree_masks)
+        metadata = metadata_of(self, num_tokens=len(self.x), max_query_len=self.max_query_len)
         return TorchState().forward(StateInputs(*self[:5]), cache, metadata, spec=spec)
 
     def fake(self) -> torch.Tensor:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from attn_backends.kernels.state_rows import metadata_of
 from attn_backends.state_cache import StateCache, StateLengths
 from attn_backends.torch_state import TorchState
-from builders import StateMetadata, StateSpec
+from builders import StateSpec
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
@@ -46,19 +47,7 @@ class MoveEntries(NamedTuple):
         spec = StateSpec(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, journal=journal, conv_width=width)
         lengths = StateLengths(self.base, self.held, self.held)
         cache = StateCache(self.update, self.conv, self.key, self.update, self.decays, lengths)
-        metadata = StateMetadata(
-            num_reqs=len(self.seq_lens),
-            num_tokens=0,
-            max_query_len=0,
-            max_seq_len=0,
-            query_start_loc=self.query_start_loc,
-            seq_lens=self.seq_lens,
-            slots=self.slots,
-            tree_masks=None,
-            absorb=False,
-            may_fold=False,
-            reserve=0,
-        )
+        metadata = metadata_of(self, max_seq_len=0, absorb=False, may_fold=False, reserve=0)
         TorchState().move_accepted([cache], metadata, self.path, spec=spec)
 
     def launch(self) -> None:

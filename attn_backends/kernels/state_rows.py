@@ -5,7 +5,7 @@ Shape legend: R requests, S slots.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,48 +17,16 @@ from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
-class RowArguments(Protocol):
-    """Arguments of an op that plans a step; see `StateLengths` and `StateMetadata`."""
-
-    @property
-    def base(self) -> torch.Tensor: ...
-    @property
-    def held(self) -> torch.Tensor: ...
-    @property
-    def query_start_loc(self) -> torch.Tensor: ...
-    @property
-    def seq_lens(self) -> torch.Tensor: ...
-    @property
-    def slots(self) -> torch.Tensor: ...
-    @property
-    def max_seq_len(self) -> int: ...
-    @property
-    def absorb(self) -> bool: ...
-    @property
-    def may_fold(self) -> bool: ...
-    @property
-    def reserve(self) -> int: ...
+def metadata_of(op: Any, *, num_tokens: int = 0, max_query_len: int = 0, **options: Any) -> StateMetadata:
+    """Return the metadata that an op was given. options: fields that it has no arguments for."""
+    fields = ("query_start_loc", "seq_lens", "slots", "max_seq_len", "absorb", "may_fold", "reserve", "tree_masks")
+    given = {name: getattr(op, name, None) for name in fields} | options
+    return StateMetadata(num_reqs=len(op.seq_lens), num_tokens=num_tokens, max_query_len=max_query_len, **given)
 
 
-def metadata_of(op: RowArguments, num_tokens: int, max_query_len: int, masks: torch.Tensor | None) -> StateMetadata:
-    """Return the metadata that an op was given."""
-    return StateMetadata(
-        num_reqs=len(op.seq_lens),
-        num_tokens=num_tokens,
-        max_query_len=max_query_len,
-        max_seq_len=op.max_seq_len,
-        query_start_loc=op.query_start_loc,
-        seq_lens=op.seq_lens,
-        slots=op.slots,
-        tree_masks=masks,
-        absorb=op.absorb,
-        may_fold=op.may_fold,
-        reserve=op.reserve,
-    )
-
-
-def plan_arguments(op: RowArguments, journal: int) -> dict[str, Any]:
-    """Return what a kernel passes to `plan_row`, by name, and how it is launched."""
+def plan_arguments(op: Any, journal: int) -> dict[str, Any]:
+    """Return what a kernel passes to `plan_row`, by name, and how it is launched. op: `EndStateStep` or one with its
+    arguments; journal: entries of a slot."""
     return {
         "base_ptr": op.base,
         "held_ptr": op.held,
@@ -171,7 +139,7 @@ class EndStateStep(NamedTuple):
     def reference(self) -> None:
         spec = StateSpec(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, journal=self.journal)
         lengths = StateLengths(self.base, self.held, self.lost)
-        TorchState().end_step(lengths, metadata_of(self, 0, 0, None), spec=spec)
+        TorchState().end_step(lengths, metadata_of(self), spec=spec)
 
     def launch(self) -> None:
         num_reqs, block = len(self.seq_lens), 128

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn_backends import NoBackend, Rejected, StateCache, StateInputs, get_state
+from attn_backends import NoBackend, StateCache, StateInputs, get_state
 from attn_backends.kernels.delta_rule import DeltaRuleStep, delta_rule_step
 from attn_backends.kernels.state_convolution import launch_convolution
 from attn_backends.kernels.state_rows import plan_arguments
@@ -34,7 +34,7 @@ _KIMI = replace(_QWEN3_5, num_key_heads=32, num_value_heads=32, recurrence=Recur
 _SHAPES = ((_QWEN3_5, _KIMI), (3, 7, 15), (2, 4), (1, 8, 32, 64))
 """Layers, drafted tokens K, entries of a journal per query token, and requests."""
 _SHAPES_ON_CPU = ((replace(_QWEN3_5, num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16),), (3,), (2,), (2,))
-_TILES = ((8, 1), (16, 1), (32, 1), (32, 4), (64, 4), (64, 8))
+TILES = ((8, 1), (16, 1), (32, 1), (32, 4), (64, 4), (64, 8))
 """Columns of a state per program, and warps, of which the peer takes the fastest."""
 _ROUNDING = 0.02
 """Relative to the norm of our result; a peer that differs by more does other work, so its time is meaningless."""
@@ -126,8 +126,6 @@ def recurrent_state_rows(bench: Bench) -> Iterator[BenchRow]:
     for layer, drafted, entries, num_reqs in product(*(_SHAPES if bench.on_cuda else _SHAPES_ON_CPU)):
         spec = replace(layer, journal=entries * (1 + drafted))
         with bench.noting(CASE, at=f"[{spec.describe()}], {num_reqs} requests"):
-            if isinstance(verdict := get_state(_OURS).supports(spec, bench.device), Rejected):
-                raise NoBackend(f"{_OURS} rejects [{spec.describe()}]: {'; '.join(verdict.reasons)}")
             yield from comparison_rows(bench, StateStep(spec, 1 + drafted, num_reqs, bench.device))
 
 
@@ -136,7 +134,7 @@ def comparison_rows(bench: Bench, step: StateStep) -> Iterator[BenchRow]:
     at, peers = f"[{step.spec.describe()}], {step.queries} tokens of {step.num_reqs} requests", []
     expected = our_step(step.layers[0]).float()
     ours = _row(bench, step, _OURS, our_step)
-    makers = {f"columns {columns}x{warps}": partial(columns_by, columns, warps) for columns, warps in _TILES}
+    makers = {f"columns {columns}x{warps}": partial(columns_by, columns, warps) for columns, warps in TILES}
     for name, make in {**makers, "vllm": vllm_by}.items():
         with bench.noting(f"{CASE}: {name} (peer)", at=at):
             call = make(step.layers)
@@ -171,7 +169,10 @@ def columns_by(block_v: int, num_warps: int, layers: list[Layer]) -> Call:
 
 
 def vllm_by(layers: list[Layer]) -> Call:
-    """Return vLLM's fused recurrent kernel over states of its own layout, and over tokens that are convolved before."""
+    """Return vLLM's fused recurrent kernel over states of its own layout, and over tokens that are convolved before.
+
+    Raises NoBackend for a decay per channel.
+    """
     from vllm.third_party.flash_linear_attention.ops.fused_recurrent import (  # type: ignore[import-not-found]
         fused_recurrent_gated_delta_rule_fwd,
     )

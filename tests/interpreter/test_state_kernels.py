@@ -1,4 +1,4 @@
-"""Each branch of the kernels of recurrent state has a mutant that a sample of its op kills."""
+"""Each branch of the kernels of recurrent state has a mutant that a sample of its op kills, and their bench starts."""
 
 import importlib.util
 from pathlib import Path
@@ -8,8 +8,14 @@ import torch
 
 import tests.ops.state  # noqa: F401
 from attn_backends.kernels import delta_rule, move_entries, state_convolution, state_rows
+from benchmarks import measure
+from benchmarks.cases import recurrent_state
+from benchmarks.rows import Bench
+from builders.kernels.triton_runtime import torch_implementations
+from tests.factories import CPU
 from tests.ops.questions import check_op
 from tests.ops.sample import TABLE
+from tests.stand_in_modules import install_module
 
 MODULES = {"rows": state_rows, "convolution": state_convolution, "rule": delta_rule, "move": move_entries}
 STEP, END, MOVE = "delta_rule_step", "end_state_step", "move_entries"
@@ -79,7 +85,45 @@ def test_mutant_is_killed(room, op, old, new, tmp_path, monkeypatch):
 
 def fails(op, sample):
     try:
-        check_op(op, sample, torch.device("cpu"))
+        check_op(op, sample, CPU)
     except Exception:
         return True
     return False
+
+
+def fused_recurrent(q, k, v, g, beta, scale, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens):
+    """vLLM's kernel by its definition, without sharing of key heads."""
+    out, group = torch.empty_like(v), v.shape[2] // k.shape[2]
+    q, k = (part[0].float().repeat_interleave(group, 1) for part in (q, k))
+    for row, (indices, accepted) in enumerate(zip(ssm_state_indices, num_accepted_tokens, strict=True)):
+        assert indices.min() > 0
+        state = initial_state[indices[accepted - 1]]
+        for at, token in enumerate(range(cu_seqlens[row], cu_seqlens[row + 1])):
+            state = state * g[0, token].exp()[:, None, None]
+            error = v[0, token].float() - torch.einsum("hvk,hk->hv", state, k[token])
+            state = state + torch.einsum("h,hv,hk->hvk", beta[0, token], error, k[token])
+            out[0, token] = torch.einsum("hvk,hk->hv", state, q[token] * scale)
+            initial_state[indices[at]] = state
+    return out, initial_state
+
+
+def test_bench_starts_and_peers_agree(monkeypatch):
+    monkeypatch.setattr(measure, "_WARMUP", 0)
+    monkeypatch.setattr(measure, "_REPEATS", 1)
+    monkeypatch.setattr(recurrent_state, "TILES", ((8, 1), (32, 4)))
+    module = "vllm.third_party.flash_linear_attention.ops.fused_recurrent"
+    install_module(monkeypatch, module, fused_recurrent_gated_delta_rule_fwd=fused_recurrent)
+    bench = Bench(CPU, None)
+    rows = list(recurrent_state.recurrent_state_rows(bench))
+    assert [row["backend"] for row in rows] == ["triton_state", "columns 8x1", "columns 32x4", "vllm"]
+    assert not bench.missing and all(row["wall_us"]["p50"] > 0 for row in rows)
+
+
+def test_columns_are_those_of_their_definition():
+    ((spec,), *_) = recurrent_state._SHAPES_ON_CPU
+    for changes in ({}, {"recurrence": recurrent_state.Recurrence.KDA}):
+        layers = recurrent_state.StateStep(recurrent_state.replace(spec, journal=8, **changes), 4, 2, CPU).layers * 2
+        found, columns = recurrent_state.columns_by(16, 1, layers)(layers[0]), layers[0].columns.clone()
+        with torch_implementations():
+            torch.testing.assert_close(recurrent_state.columns_by(16, 1, layers)(layers[0]), found)
+        torch.testing.assert_close(layers[0].columns, columns)

@@ -14,6 +14,7 @@ import tests.ops.models
 import tests.ops.sampling
 import tests.ops.state  # noqa: F401
 from attn_backends.kernels.fp8_ds_mla import page_bytes
+from benchmarks.cases.recurrent_state import TILES
 from builders.paged import SPLIT_TOKENS
 from tests.ops.sample import TABLE
 
@@ -159,6 +160,13 @@ def state() -> Iterator[Case]:
                 tensor(INT32, slots), tensor(INT32, slots), *batch(tokens)[:0:-1], tensor(INT32, REQUESTS),
                 masks and tensor(masks, tokens), count, CONTEXT, absorb, True, 0,
             )  # fmt: skip
+
+    for (block_v, warps), decays in product(TILES, ((48,), (48, 128))):
+        tokens = REQUESTS * 8
+        yield "benchmarks::column_states", (
+            tensor(FP32, tokens, 80 * 128), tensor(FP32, tokens, *decays), tensor(FP32, tokens, 48),
+            tensor(FP32, REQUESTS, 9, 48, 128, 128), 16, block_v, warps,
+        )  # fmt: skip
 
 
 def cases() -> list[Case]:
