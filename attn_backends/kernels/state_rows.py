@@ -20,7 +20,7 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 def metadata_of(op: Any, *, num_tokens: int = 0, max_query_len: int = 0, **options: Any) -> StateMetadata:
     """Return the metadata that an op was given. options: fields that it has no arguments for."""
     fields = ("query_start_loc", "seq_lens", "slots", "max_seq_len", "absorb", "may_fold", "reserve", "tree_masks")
-    given = {name: getattr(op, name, None) for name in fields} | options
+    given: dict[str, Any] = {name: getattr(op, name, None) for name in fields} | options
     return StateMetadata(num_reqs=len(op.seq_lens), num_tokens=num_tokens, max_query_len=max_query_len, **given)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn_backends import NoBackend, StateCache, StateInputs, get_state
+from attn_backends import NoBackend, Rejected, StateCache, StateInputs, get_state
 from attn_backends.kernels.delta_rule import DeltaRuleStep, delta_rule_step
 from attn_backends.kernels.state_convolution import launch_convolution
 from attn_backends.kernels.state_rows import plan_arguments
@@ -68,6 +68,9 @@ class StateStep:
     """
 
     def __init__(self, spec: StateSpec, queries: int, num_reqs: int, device: torch.device) -> None:
+        """Raises NoBackend if our backend rejects the spec."""
+        if isinstance(verdict := get_state(_OURS).supports(spec, device), Rejected):
+            raise NoBackend(f"{_OURS} rejects [{spec.describe()}]: {'; '.join(verdict.reasons)}")
         self.spec, self.queries, self.num_reqs, self.device = spec, queries, num_reqs, device
         accepted = (queries + 1) // 2
         stages = range(accepted, spec.journal - queries + accepted + 1, accepted)
@@ -134,6 +137,7 @@ def comparison_rows(bench: Bench, step: StateStep) -> Iterator[BenchRow]:
     at, peers = f"[{step.spec.describe()}], {step.queries} tokens of {step.num_reqs} requests", []
     expected = our_step(step.layers[0]).float()
     ours = _row(bench, step, _OURS, our_step)
+    makers: dict[str, Callable[[list[Layer]], Call]]
     makers = {f"columns {columns}x{warps}": partial(columns_by, columns, warps) for columns, warps in TILES}
     for name, make in {**makers, "vllm": vllm_by}.items():
         with bench.noting(f"{CASE}: {name} (peer)", at=at):
@@ -173,7 +177,7 @@ def vllm_by(layers: list[Layer]) -> Call:
 
     Raises NoBackend for a decay per channel.
     """
-    from vllm.third_party.flash_linear_attention.ops.fused_recurrent import (  # type: ignore[import-not-found]
+    from vllm.third_party.flash_linear_attention.ops.fused_recurrent import (
         fused_recurrent_gated_delta_rule_fwd,
     )
 
