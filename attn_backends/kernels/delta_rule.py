@@ -406,10 +406,10 @@ def _delta_rule_state_kernel(
         g_ptrs = decays_ptr + (entry * VALUE_HEADS + value_head) * DECAYS
         u = tl.load(update_ptr + entry * (VALUE_HEADS * VALUE_DIM) + offs_v, mask=mask_j & mask_v, other=0.0)
         states = take_in(states, k_ptrs, g_ptrs, mask_j, u, KEY_DIM, DECAYS, BLOCK_K, PRECISION)
-    if not ABSORB:
+    if fold & (not ABSORB):
         for at in tl.static_range(SLICES):
             mask_s = (at * BLOCK_K + rows < KEY_DIM) & mask_v
-            tl.store(state_ptrs + at * BLOCK_K * VALUE_DIM, states[at], mask=mask_s & fold)
+            tl.store(state_ptrs + at * BLOCK_K * VALUE_DIM, states[at], mask=mask_s)
 
     # 3. The tokens
     for start in range(0, q_len, BLOCK_T):

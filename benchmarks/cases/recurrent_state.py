@@ -34,7 +34,7 @@ _KIMI = replace(_QWEN3_5, num_key_heads=32, num_value_heads=32, recurrence=Recur
 _SHAPES = ((_QWEN3_5, _KIMI), (3, 7, 15), (2, 4), (1, 8, 32, 64))
 """Layers, drafted tokens K, entries of a journal per query token, and requests."""
 _SHAPES_ON_CPU = ((replace(_QWEN3_5, num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16),), (3,), (2,), (2,))
-TILES = ((8, 1), (16, 1), (32, 1), (32, 4), (64, 4), (64, 8))
+TILES = ((8, 1), (16, 1), (32, 2), (32, 4), (64, 4), (64, 8))
 """Columns of a state per program, and warps, of which the peer takes the fastest."""
 _ROUNDING = 0.02
 """Relative to the norm of our result; a peer that differs by more does other work, so its time is meaningless."""

@@ -48,7 +48,7 @@ MUTANTS = [
     ("rule", STEP, "& mask_v & (fresh == 0)", "& mask_v"),
     ("rule", STEP, "key_ptr = tl.where(fold, replaced", "key_ptr = tl.where(fold & (replay < 0), replaced"),
     ("rule", STEP, "decays_ptr = tl.where(fold, replaced", "decays_ptr = tl.where(fold & (replay < 0), replaced"),
-    ("rule", STEP, "mask=mask_s & fold", "mask=mask_s & fresh"),
+    ("rule", STEP, "if fold & (not ABSORB)", "if fresh & (not ABSORB)"),
     ("rule", STEP, "entry = (tl.where(fold, 0, replay) + i)", "entry = (replay + i)"),
     ("rule", STEP, "tl.exp(total[None, :] - tl.cumsum(g, 0))", "tl.exp(total[None, :] - total[None, :])"),
     ("rule", STEP, "states[at] * tl.exp(total)[:, None]", "states[at]"),
