@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from attn_backends.capabilities import Sizes
-from attn_backends.kernels.delta_rule import DeltaRuleStep, delta_rule_step
-from attn_backends.kernels.move_entries import MoveEntries, move_entries
-from attn_backends.kernels.state_rows import EndStateStep, end_state_step
 from attn_backends.state import StateBackend, StateInputs, check_state_inputs
 from attn_backends.state_cache import StateCache, StateLengths
 from attn_backends.state_capabilities import StateCapabilities, StateFeature
+from attn_backends.state_kernels.delta_rule import DeltaRuleStep, delta_rule_step
+from attn_backends.state_kernels.move_entries import MoveEntries, move_entries
+from attn_backends.state_kernels.rows import EndStateStep, end_state_step
 from builders import Recurrence, StateMetadata, StateSpec
 from builders.errors import require, require_tensor
 from builders.kernels.triton_runtime import TRITON_VERSION, interpreting, triton_unsupported_reasons

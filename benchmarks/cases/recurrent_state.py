@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_backends import NoBackend, Rejected, StateCache, StateInputs, get_state
-from attn_backends.kernels.delta_rule import DeltaRuleStep, delta_rule_step
-from attn_backends.kernels.state_convolution import launch_convolution
-from attn_backends.kernels.state_rows import plan_arguments
+from attn_backends.state_kernels.convolution import launch_convolution
+from attn_backends.state_kernels.delta_rule import DeltaRuleStep, delta_rule_step
+from attn_backends.state_kernels.rows import plan_arguments
 from benchmarks.column_states import ColumnStates, column_states
 from benchmarks.decode_fixture import COLD_BYTES, shuffled_tables
 from benchmarks.measure import time_call, time_in_turn

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tests.ops.state  # noqa: F401
-from attn_backends.kernels import delta_rule, move_entries, state_convolution, state_rows
+from attn_backends.state_kernels import convolution, delta_rule, move_entries, rows
 from benchmarks import measure
 from benchmarks.cases import recurrent_state
 from benchmarks.rows import Bench
@@ -17,7 +17,7 @@ from tests.ops.questions import check_op
 from tests.ops.sample import TABLE
 from tests.stand_in_modules import install_module
 
-MODULES = {"rows": state_rows, "convolution": state_convolution, "rule": delta_rule, "move": move_entries}
+MODULES = {"rows": rows, "convolution": convolution, "rule": delta_rule, "move": move_entries}
 STEP, END, MOVE = "delta_rule_step", "end_state_step", "move_entries"
 MUTANTS = [
     ("rows", STEP, "fold = fresh | (replay + q_len + reserve > JOURNAL)", "fold = fresh"),
@@ -75,7 +75,7 @@ def test_mutant_is_killed(room, op, old, new, tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("mutant", made)
     mutant = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)
-    functions = {name: value for name, value in vars(mutant).items() if type(value) is type(state_rows.plan_row)}
+    functions = {name: value for name, value in vars(mutant).items() if type(value) is type(rows.plan_row)}
     for module in MODULES.values():
         for name in functions.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, functions[name])

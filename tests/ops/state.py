@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from attn_backends.kernels.delta_rule import DeltaRuleStep
-from attn_backends.kernels.move_entries import MoveEntries
-from attn_backends.kernels.state_rows import EndStateStep
+from attn_backends.state_kernels.delta_rule import DeltaRuleStep
+from attn_backends.state_kernels.move_entries import MoveEntries
+from attn_backends.state_kernels.rows import EndStateStep
 from tests.ops.sample import int32, noise, op
 
 CLOSE = {

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.kernels.state_rows import metadata_of
 from attn_backends.state_cache import StateCache, StateLengths
+from attn_backends.state_kernels.rows import metadata_of
 from attn_backends.torch_state import TorchState
 from builders import StateSpec
 from builders.kernels.op import define_op

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.kernels.state_rows import plan_row, write_entries
+from attn_backends.state_kernels.rows import plan_row, write_entries
 from builders.kernels.rows import whole_rows
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, tl, triton

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn_backends.kernels.state_convolution import launch_convolution
-from attn_backends.kernels.state_rows import metadata_of, plan_arguments, plan_row, write_entries
 from attn_backends.state import StateInputs
 from attn_backends.state_cache import StateCache, StateLengths
+from attn_backends.state_kernels.convolution import launch_convolution
+from attn_backends.state_kernels.rows import metadata_of, plan_arguments, plan_row, write_entries
 from attn_backends.torch_state import TorchState
 from builders import Recurrence, StateMetadata, StateSpec
 from builders.kernels.op import define_op
