@@ -184,6 +184,12 @@ def load_slice(ptrs, mask, at: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
+def bounded(g):
+    """Return log decays from which sums keep their bits, and differences are numbers: exp(-100) is 0 in fp32."""
+    return tl.maximum(g, -100.0)
+
+
+@triton.jit
 def take_in(
     states,
     k_ptrs,
@@ -198,7 +204,7 @@ def take_in(
     """Return the slices [BLOCK_K, Dv] of a state after a chain of tokens, with their keys, log decays and u [B, Dv]."""
     after = ()
     for at in tl.static_range(len(states)):
-        g = load_slice(g_ptrs, mask, at * BLOCK_K, DECAYS, BLOCK_K)
+        g = bounded(load_slice(g_ptrs, mask, at * BLOCK_K, DECAYS, BLOCK_K))
         total = tl.sum(g, 0)
         k = load_slice(k_ptrs, mask, at * BLOCK_K, KEY_DIM, BLOCK_K) * tl.exp(total[None, :] - tl.cumsum(g, 0))
         state = states[at] * tl.exp(total)[:, None]
@@ -273,15 +279,16 @@ def _delta_rule_tokens_kernel(
     offs = (token[:, None] * VALUE_HEADS + value_head) * DECAYS + offs_g
     mask_g = mask_t[:, None] & (offs_g < DECAYS)
     g = tl.load(decay_ptr + offs, mask=mask_g, other=0.0)
+    bound = bounded(g)
     seen = i[None, :] <= i[:, None]
     if TREE:
         masks = tl.load(tree_masks_ptr + token, mask=mask_t, other=0)[:, None]
         on_path = (masks >> i[None, :].to(tl.int64)) & 1 == 1
         seen = seen & (on_path | (i[None, :] == i[:, None]))
     if PER_CHANNEL:
-        sums = tl.dot(seen.to(tl.float32), g, input_precision=PRECISION)
+        sums = tl.dot(seen.to(tl.float32), bound, input_precision=PRECISION)
     else:
-        sums = tl.sum(tl.where(seen, tl.trans(g), 0.0), 1)[:, None]
+        sums = tl.sum(tl.where(seen, tl.trans(bound), 0.0), 1)[:, None]
     tl.store(sums_ptr + offs, sums, mask=mask_g)
 
     # 2. Token after token, eliminate its update from those of the tokens that see it

@@ -43,6 +43,7 @@ MUTANTS = [
     ("convolution", STEP, "mask=mask_w & (end < 0) & (fresh == 0)", "mask=mask_w & (end < 0)"),
     ("rule", STEP, "seen = seen & (on_path | (i[None, :] == i[:, None]))", "pass"),
     ("rule", STEP, "tl.where(sees & (i > j), tl.sum(k * key, 1), 0.0)", "tl.where(i > j, tl.sum(k * key, 1), 0.0)"),
+    ("rule", STEP, "tl.maximum(g, -100.0)", "g"),
     ("rule", STEP, "beta * tl.sum(", "tl.sum("),
     ("rule", STEP, "if live == 0:", "if live & (q_len < 0):"),
     ("rule", STEP, "& mask_v & (fresh == 0)", "& mask_v"),

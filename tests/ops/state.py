@@ -33,6 +33,8 @@ KINDS: list[dict[str, Any]] = [
     {"dtype": torch.bfloat16},
     {"dtype": torch.float16, "kda": True},
     {"absorb": True, "times": 13},
+    {"absorb": True, "times": 13, "resets": True},
+    {"resets": True, "kda": True},
     {"absorb": True, "times": 6, "kda": True, "dims": (40, 16)},
 ]
 
@@ -71,13 +73,16 @@ def step(
     batch = rows(times)
     channels, tokens = 2 * heads * key_dim + value_heads * value_dim, int(batch["query_start_loc"][-1])
     decays = (value_heads, key_dim) if how.get("kda") else (value_heads,)
+    decay = -noise(tokens, *decays, seed=1).abs()
+    if how.get("resets"):
+        decay[::5] = -torch.inf
     masks = torch.tensor([mask for _, count, _ in ROWS for mask in (1, 3, 5)[:count]])
     key = torch.nn.functional.normalize(noise(SLOTS, JOURNAL, heads, key_dim, seed=7), dim=-1)
     state = noise(SLOTS, value_heads, key_dim, value_dim, seed=5)
     state[0] = torch.nan
     return DeltaRuleStep(
         x=noise(tokens, channels, dtype=dtype) / 2,
-        decay=-noise(tokens, *decays, seed=1).abs(),
+        decay=decay,
         beta=noise(tokens, value_heads, seed=2).sigmoid(),
         weight=noise(channels, width, seed=3, dtype=dtype) / 2,
         bias=how.get("bias", noise(channels, seed=4, dtype=dtype)),
