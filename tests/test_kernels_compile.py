@@ -19,8 +19,8 @@ KERNELS = {kernel.name for path in module_files().values() for kernel in kernels
 SPILLED_ON_HOPPER = {("attn_backends::latent_attention", False): 256, ("attn_backends::sparse_attention", True): 104}
 """The most bytes of a thread's registers that a kernel of an op, over 8 bits or not, keeps in memory on an H100."""
 
-SPILLED_ELSEWHERE = 8
-"""On other chips ptxas spills up to two registers, also of a product that uses 56."""
+SPILLED_ELSEWHERE = 24
+"""On other chips ptxas spills up to six registers of a state, and two of a product that uses 56."""
 
 
 def converts_8_bits(op: str, arguments: tuple[Any, ...]) -> bool:
