@@ -76,6 +76,7 @@ _BUILT_IN = {
     "flashinfer_xqa": _Registration("attn_backends.flashinfer:FlashInferXqa", "flashinfer"),
     "flashmla": _Registration("attn_backends.flashmla:FlashMla", "vllm"),
     "flashmla_sparse": _Registration("attn_backends.flashmla_sparse:FlashMlaSparse", "vllm"),
+    "triton_state": _Registration("attn_backends.triton_state:TritonState", state=True),
     "torch_state": _Registration("attn_backends.torch_state:TorchState", state=True),
 }
 _registered = dict(_BUILT_IN)

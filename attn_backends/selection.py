@@ -31,7 +31,7 @@ class Selection(Generic[B_co]):
 
 DEFAULT_ORDER = ("triton_paged", "sparse_swa_mla", "triton_mla", "torch_reference")
 """Fastest first; other registered backends are used only on request."""
-DEFAULT_STATE_ORDER = ("torch_state",)
+DEFAULT_STATE_ORDER = ("triton_state", "torch_state")
 """The same for recurrent state."""
 
 

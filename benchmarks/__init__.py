@@ -21,6 +21,8 @@ from benchmarks.cases.decode import decode_rows
 from benchmarks.cases.draft_rounds import block_draft_rows, random_draft_rows
 from benchmarks.cases.products import CASE as PRODUCTS
 from benchmarks.cases.products import product_rows
+from benchmarks.cases.recurrent_state import CASE as RECURRENT_STATE
+from benchmarks.cases.recurrent_state import recurrent_state_rows
 from benchmarks.cases.sampling import sampling_rows
 from benchmarks.cases.throughput import block_throughput_rows, throughput_rows
 from benchmarks.cases.tree_verify import tree_rows
@@ -46,6 +48,7 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {
     **{case: (description, partial(decode_rows, case=case)) for case, description in _DECODE.items()},
     "sampling": ("top-k, top-p, draws and argmax against FlashInfer's sampling and torch", sampling_rows),
     "tree-verify": ("tree attention against a chain of as many tokens", tree_rows),
+    RECURRENT_STATE: ("a step of recurrent state against kernels that write 1 + K states", recurrent_state_rows),
     "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
     **{name: (case.description, partial(random_draft_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
     **{name: (case.description, partial(block_draft_rows, name=name)) for name, case in BLOCK_DRAFTS.items()},
@@ -63,7 +66,7 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {
     "cpu": ("on a CPU: load, prompt, decoding and memory of LLM against transformers, by SmolLM2", cpu_rows),
     "block-tree-rounds": ("trees of Qwen3-8B's block against a chain: time", block_tree_round_rows),
 }
-CPU_CASES = ("sampling", "round", "drafter-tiny", "block-trees", "cpu")
+CPU_CASES = ("sampling", "round", "drafter-tiny", "block-trees", "cpu", RECURRENT_STATE)
 """Cases that run without a GPU; their gpu_us is null."""
 SUITES = {
     "backends": ("advance", "step", *_DECODE, "round"),

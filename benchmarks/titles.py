@@ -34,6 +34,7 @@ TITLES = {
     **{f"{name}-compiled": f"Steps 1 to K-1 of {draft}, and torch.compile" for name, draft in _DRAFTS.items()},
     "products": "The products of these drafts, compared with torch's own",
     "tree-verify": "Attention of trees, compared with chains of as many tokens",
+    "recurrent-state": "A step of recurrent state, compared with kernels that write 1 + K states",
     "block-trees": "A whole engine: a block as a tree or as a chain, by the tokens that a trained pair accepts",
     "block-tree-rounds": "A whole engine: rounds of a block as a tree or as a chain",
     "throughput/block-drafts": "A whole engine: a block draft or a step-by-step draft",

@@ -92,6 +92,7 @@ def lone_steps() -> list[Step]:
         "trees": (("trees",), 150),
         "tree-verify": (("tree-verify",), 300),
         "sampling": (("sampling",), 240),
+        "recurrent-state": (("recurrent-state",), 240),
         "flashinfer-decode": (("flashinfer-decode",), 120),
         "products": (("products",), 360),
         **{f"{name}-compiled": ((f"{name}-compiled",), seconds) for name, seconds in COMPILED.items()},

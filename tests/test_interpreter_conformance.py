@@ -18,11 +18,18 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the package triton")
-@pytest.mark.parametrize("families", [("numerics",), ("contract", "builder", "refusal", "poison")], ids="+".join)
-def test_triton_kernels_pass_the_kit_in_interpreter(families: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "families"),
+    [
+        ("triton_paged", ("numerics",)),
+        ("triton_paged", ("contract", "builder", "refusal", "poison")),
+        ("triton_state", ("state",)),
+    ],
+)
+def test_triton_kernels_pass_the_kit_in_interpreter(backend: str, families: tuple[str, ...], tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     picked = [part for family in families for part in ("--family", family)]
-    command = [sys.executable, "-m", "spec_decode", "check", "triton_paged", "--device", "cpu", *picked]
+    command = [sys.executable, "-m", "spec_decode", "check", backend, "--device", "cpu", *picked]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "--json", str(report)], env=env, cwd=ROOT, capture_output=True, text=True)
 

@@ -24,6 +24,8 @@ _OF_CACHES = ("paged_attention", "tree_attention", "write_kv", "rope_and_write_k
 
 SPILLED_ON_BLACKWELL = 8
 """ptxas spills up to two registers of three products there, also of one that uses 56."""
+SPILLED_ELSEWHERE = {"attn_backends::delta_rule_step": 24}
+"""What ptxas spills of an op on other chips than Hopper: up to six registers of a state."""
 
 
 def converts_8_bits(op: str, arguments: tuple[Any, ...]) -> bool:
@@ -48,6 +50,7 @@ def test_kernels_compile_within_chip_limits(chip: Any) -> None:
             found.add(kernel.name)
             over += [(op, kernel.name, kernel.shared)] if kernel.shared > LIMITS[chip.target].shared_memory else []
             most = SPILLED_ON_HOPPER.get((op, narrow), SPILLED_ON_BLACKWELL if chip.capability >= (10, 0) else 0)
+            most = most if chip.target == "sm_90" else max(most, SPILLED_ELSEWHERE.get(op, 0))
             spilling += [(op, kernel.name, kernel.spilled)] if kernel.spilled > most else []
     assert (over, spilling) == ([], [])
     elsewhere = {"narrow_rows_kernel"} if chip.capability < FP8_CAPABILITY else set()

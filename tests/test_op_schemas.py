@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops import attention, drafting, models, sampling  # noqa: F401
+from tests.ops import attention, drafting, models, sampling, state  # noqa: F401
 from tests.ops.questions import check_fake, check_schema
 from tests.ops.sample import TABLE
 

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
-from attn_backends import Accepted, AttentionBackend, BrokenBackend, MissingPackage, registry
+from attn_backends import Accepted, AttentionBackend, BrokenBackend, MissingPackage, StateBackend, registry
 from attn_backends.capabilities import Capabilities, capability_reasons
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, PROVIDERS, BrokenProvider, load_provider
 from attn_backends.findings import Finding, FindingStatus
 from attn_backends.registry import PlugIn
 from attn_backends.state_capabilities import StateCapabilities
-from builders import CONTRACT_VERSION
+from builders import CONTRACT_VERSION, Recurrence
 from builders.chips import CHIPS, Chip, evidence_for
 from spec_decode.environment import KERNEL_PACKAGES, environment
 from spec_decode.graphs import loop_unsupported_reason, runtime_for
 from spec_decode.tools.plug_ins import try_plug_ins
-from spec_decode.tools.specs import GQA, MLA, SPARSE
+from spec_decode.tools.specs import GATED_DELTA, GQA, MLA, SPARSE
 from spec_decode.tools.validated_rounds import validate_rounds
 
 _PACKAGES = ("attn-backends", "torch", "triton", *KERNEL_PACKAGES, "transformers", "cuda-python")
@@ -41,6 +43,10 @@ _SPECS = {
     "decode of a common 8B model": GQA,
     "dense latent attention": MLA,
     "sparse sliding-window latent attention": SPARSE,
+}
+_STATE_SPECS = {
+    "the gated delta rule": GATED_DELTA,
+    "Kimi Delta Attention": replace(GATED_DELTA, recurrence=Recurrence.KDA),
 }
 
 
@@ -177,9 +183,9 @@ def _fa3_providers() -> Iterator[Finding]:
 
 
 def _backends(device: torch.device) -> Iterator[Finding]:
-    for name in registry.names():
+    for name in (*registry.names(), *registry.state_names()):
         try:
-            backend = registry.get(name)
+            backend = registry.load(name)
         except MissingPackage as error:
             yield Finding("backends", name, FindingStatus.ABSENT, error.missing)
         except BrokenBackend as error:
@@ -188,9 +194,10 @@ def _backends(device: torch.device) -> Iterator[Finding]:
             yield _backend_finding(name, backend, device)
 
 
-def _backend_finding(name: str, backend: AttentionBackend, device: torch.device) -> Finding:
+def _backend_finding(name: str, backend: Any, device: torch.device) -> Finding:
+    specs: Mapping[str, object] = _STATE_SPECS if isinstance(backend, StateBackend) else _SPECS
     try:
-        verdicts = {use: backend.supports(spec, device) for use, spec in _SPECS.items()}
+        verdicts = {use: backend.supports(spec, device) for use, spec in specs.items()}
         served = [use for use, verdict in verdicts.items() if isinstance(verdict, Accepted)]
         reasons = {why for verdict in verdicts.values() if not isinstance(verdict, Accepted) for why in verdict.reasons}
         detail = f"{backend.version}: {'; '.join(served) or '; '.join(sorted(reasons))}"
@@ -211,9 +218,9 @@ def _chips() -> Iterator[Finding]:
 
 def _loaded_claims() -> dict[str, Capabilities | StateCapabilities]:
     found: dict[str, Capabilities | StateCapabilities] = {}
-    for name in registry.names():
+    for name in (*registry.names(), *registry.state_names()):
         with suppress(BrokenBackend):
-            found[name] = registry.get(name).capabilities
+            found[name] = registry.load(name).capabilities
     return found
 
 

@@ -70,7 +70,7 @@ def test_built_in_backend_is_listed_and_cached():
 
 def test_unknown_name_lists_known_and_declared(declare):
     declare(declared="a_plug_in:Other")
-    known = r"one of declared, flash_attn3, .*triton_paged, got 'torch_referense'.*mean torch_re"
+    known = r"one of declared, flash_attn3, .*triton_paged, triton_state, got 'torch_referense'.*mean torch_re"
     with pytest.raises(UnknownBackend, match=known):
         get("torch_referense")
     with pytest.raises(UnknownBackend):
@@ -363,11 +363,11 @@ class Recurrent(TorchState):
 def test_state_backend_is_known_by_its_own_names():
     register(Recurrent)
     try:
-        assert state_names() == ["torch_state", "recurrent"] and not {*state_names()} & {*names()}
+        assert state_names() == ["triton_state", "torch_state", "recurrent"] and not {*state_names()} & {*names()}
         assert isinstance(get_state("recurrent"), Recurrent)
         with pytest.raises(UnknownBackend, match="got 'recurrent', which keeps recurrent state"):
             get("recurrent")
-        with pytest.raises(UnknownBackend, match="one of recurrent, torch_state, got 'torch_reference'"):
+        with pytest.raises(UnknownBackend, match="one of recurrent, torch_state, triton_state, got 'torch_reference'"):
             get_state("torch_reference")
     finally:
         unregister("recurrent")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.ops import attention, drafting, models, sampling  # noqa: F401
+from tests.ops import attention, drafting, models, sampling, state  # noqa: F401
 from tests.ops.questions import Garbage, check_op
 from tests.ops.sample import TABLE
 

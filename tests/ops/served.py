@@ -11,8 +11,10 @@ import torch
 import tests.ops.attention
 import tests.ops.drafting
 import tests.ops.models
-import tests.ops.sampling  # noqa: F401
+import tests.ops.sampling
+import tests.ops.state  # noqa: F401
 from attn_backends.kernels.fp8_ds_mla import page_bytes
+from benchmarks.cases.recurrent_state import TILES
 from builders.paged import SPLIT_TOKENS
 from tests.ops.sample import TABLE
 
@@ -160,7 +162,31 @@ def sampling() -> Iterator[Case]:
     yield "spec_decode::top_children", (logits, 8, None)
 
 
+def state() -> Iterator[Case]:
+    """Qwen3.5's, Qwen3-Next's and Kimi Linear's heads, in steps of 8 tokens, trees and prompts."""
+    slots, tree_tokens, prompt = 64, 32, 512
+    for value_heads, heads, journal, queries in ((48, 16, 16, 8), (32, 16, 32, 16), (32, 32, 32, 8)):
+        channels, decays = (2 * heads + value_heads) * 128, (value_heads, 128) if heads == 32 else (value_heads,)
+        for count, absorb, masks in ((queries, False, None), (tree_tokens, False, INT64), (prompt, True, None)):
+            tokens = REQUESTS * count
+            yield "attn_backends::delta_rule_step", (
+                tensor(BF16, tokens, channels), tensor(FP32, tokens, *decays), tensor(FP32, tokens, value_heads),
+                tensor(BF16, channels, 4), None, tensor(FP32, slots, value_heads, 128, 128),
+                tensor(BF16, slots, 3 + journal, channels), tensor(FP32, slots, journal, heads, 128),
+                tensor(FP32, slots, journal, value_heads, 128), tensor(FP32, slots, journal, *decays),
+                tensor(INT32, slots), tensor(INT32, slots), *batch(tokens)[:0:-1], tensor(INT32, REQUESTS),
+                masks and tensor(masks, tokens), count, CONTEXT, absorb, True, 0,
+            )  # fmt: skip
+
+    for (block_v, warps), decays in product(TILES, ((48,), (48, 128))):
+        tokens = REQUESTS * 8
+        yield "benchmarks::column_states", (
+            tensor(FP32, tokens, 80 * 128), tensor(FP32, tokens, *decays), tensor(FP32, tokens, 48),
+            tensor(FP32, REQUESTS, 9, 48, 128, 128), 16, block_v, warps,
+        )  # fmt: skip
+
+
 def cases() -> list[Case]:
     """Return the cases of this file, and the first sample of every other op."""
-    served = [*attention(), *models(), *sampling()]
+    served = [*attention(), *models(), *sampling(), *state()]
     return served + [(op, TABLE[op].samples[0]) for op in sorted({*TABLE} - {op for op, _ in served})]

@@ -105,7 +105,7 @@ def stand_in_kit(monkeypatch):
 
     def check_backend(name, **options):
         fake.calls.append((name, options, os.environ.get("TRITON_INTERPRET")))
-        registry.get(name)
+        registry.load(name)
         if "interrupt" in fake.outcomes:
             raise KeyboardInterrupt
         results = tuple(

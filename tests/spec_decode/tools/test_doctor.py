@@ -110,8 +110,9 @@ def test_unusable_provider_fails_with_its_message(monkeypatch: pytest.MonkeyPatc
 
 def test_every_backend_is_reported_with_specs_or_reason() -> None:
     found = findings("backends")
-    assert found.keys() == set(registry.names())
+    assert found.keys() == {*registry.names(), *registry.state_names()}
     assert found["torch_reference"].status is FindingStatus.OK
+    assert "the gated delta rule; Kimi Delta Attention" in found["torch_state"].detail
     assert "decode of a common 8B model" in found["torch_reference"].detail
     assert found["flash_attn3"].status is FindingStatus.ABSENT
 
@@ -139,7 +140,7 @@ def test_backend_that_raises_fails_by_name(supports: Any, detail: str, registry_
     register_as("odd", type("Odd", (TorchReference,), {"supports": supports}))
     found = findings("backends")
     assert found["odd"].status is FindingStatus.FAILED and detail in found["odd"].detail
-    assert found.keys() == set(registry.names())
+    assert found.keys() == {*registry.names(), *registry.state_names()}
 
 
 def test_backend_without_package_is_absent_not_failed(

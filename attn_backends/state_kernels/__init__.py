@@ -1,0 +1,1 @@
+"""Triton kernels of recurrent state, each op beside its definition: the plain torch of `TorchState`."""

@@ -1,0 +1,214 @@
+"""A step of recurrent state, whose rejected tokens vanish with the lengths, beside kernels that write 1 + K states.
+
+The same convolved tokens, and requests at every stage of a journal, so that as many fold as in serving where half of
+the drafts are accepted. The peer of our own is the fastest of several tilings; that of vLLM is its own fused kernel,
+without its convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from attn_backends import NoBackend, Rejected, StateCache, StateInputs, get_state
+from attn_backends.state_kernels.convolution import launch_convolution
+from attn_backends.state_kernels.delta_rule import DeltaRuleStep, delta_rule_step
+from attn_backends.state_kernels.rows import plan_arguments
+from benchmarks.column_states import ColumnStates, column_states
+from benchmarks.decode_fixture import COLD_BYTES, shuffled_tables
+from benchmarks.measure import time_call, time_in_turn
+from benchmarks.rows import Bench, BenchRow, with_limits
+from builders import BatchBuffers, Recurrence, StateBuilder, StateSpec
+from spec_decode.tools.timing_limit import TimingLimit
+
+CASE = "recurrent-state"
+_OURS = "triton_state"
+_QWEN3_5 = StateSpec(num_key_heads=16, num_value_heads=48, key_dim=128, value_dim=128, journal=1)
+_KIMI = replace(_QWEN3_5, num_key_heads=32, num_value_heads=32, recurrence=Recurrence.KDA)
+_SHAPES = ((_QWEN3_5, _KIMI), (3, 7, 15), (2, 4), (1, 8, 32, 64))
+"""Layers, drafted tokens K, entries of a journal per query token, and requests."""
+_SHAPES_ON_CPU = ((replace(_QWEN3_5, num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16),), (3,), (2,), (2,))
+TILES = ((8, 1), (16, 1), (32, 2), (32, 4), (64, 4), (64, 8))
+"""Columns of a state per program, and warps, of which the peer takes the fastest."""
+_ROUNDING = 0.02
+"""Relative to the norm of our result; a peer that differs by more does other work, so its time is meaningless."""
+_CONTEXT = 64
+_FLOOR = "the states, the entries replayed and written, the tokens"
+Call = Callable[["Layer"], torch.Tensor]
+
+
+class Layer(NamedTuple):
+    """A layer's step: the arguments of our op; those that convolve for a peer, whose window is its own; and the states
+    fp32 [R, 1 + Q, HV, Dk, Dv] of the columns, all as before the step."""
+
+    ours: DeltaRuleStep
+    peers: DeltaRuleStep
+    columns: torch.Tensor
+
+    def convolved(self) -> torch.Tensor:
+        """Return [q | k | v] fp32 [R * Q, C] for a peer."""
+        step, (value_heads, _, value_dim) = self.peers, self.columns.shape[2:]
+        plan = plan_arguments(step, step.key.shape[1])
+        mixed, _ = launch_convolution(
+            step.x, step.weight, step.bias, None, step.conv, step.key, value_heads, value_dim, step.max_query_len, plan
+        )
+        return mixed
+
+
+class StateStep:
+    """Layers of one step of `queries` tokens of each request, the requests of each layer at other stages of a journal.
+
+    Together the states are not in the L2 cache. moved_bytes: what a layer's step must move, on average.
+    """
+
+    def __init__(self, spec: StateSpec, queries: int, num_reqs: int, device: torch.device) -> None:
+        """Raises NoBackend if our backend rejects the spec."""
+        if isinstance(verdict := get_state(_OURS).supports(spec, device), Rejected):
+            raise NoBackend(f"{_OURS} rejects [{spec.describe()}]: {'; '.join(verdict.reasons)}")
+        self.spec, self.queries, self.num_reqs, self.device = spec, queries, num_reqs, device
+        accepted = (queries + 1) // 2
+        stages = range(accepted, spec.journal - queries + accepted + 1, accepted)
+        state = num_reqs * spec.num_value_heads * spec.key_dim * spec.value_dim * spec.state_dtype.itemsize
+        count = max(len(stages), min(64, -(-COLD_BYTES // state))) if device.type == "cuda" else 1
+        replays = [[stages[(layer + row) % len(stages)] for row in range(num_reqs)] for layer in range(count)]
+        self.layers = [self._layer(each) for each in replays]
+        self.moved_bytes = sum(map(self._bytes, replays)) / count
+
+    def _bytes(self, replays: list[int]) -> int:
+        spec = self.spec
+        state = spec.num_value_heads * spec.key_dim * spec.value_dim * spec.state_dtype.itemsize
+        values, decays = spec.num_value_heads * spec.value_dim, math.prod(spec.decay_dims)
+        entry = 4 * (spec.num_key_heads * spec.key_dim + values + decays)
+        token = (2 * spec.conv_channels + values) * spec.dtype.itemsize + 4 * (decays + spec.num_value_heads) + entry
+        folds = sum(replay + self.queries > spec.journal for replay in replays)
+        return (len(replays) + folds) * state + sum(replays) * entry + len(replays) * self.queries * token
+
+    def _layer(self, replays: list[int]) -> Layer:
+        spec, rows, device = self.spec, self.num_reqs, self.device
+        (cache,) = get_state("triton_state").allocate_state(spec, 1, rows, device)
+        for part in (cache.state, cache.conv, cache.update):
+            part.normal_()
+        cache.key.normal_().div_(spec.key_dim**0.5)
+        cache.decay.uniform_(-0.5, 0.0)
+        replay = torch.tensor(replays, dtype=torch.int32, device=device)
+        context = torch.full_like(replay, _CONTEXT)
+        cache.lengths.base.copy_(context - replay)
+        cache.lengths.held.copy_(replay)
+        ours = self._arguments(cache)
+        state, window = get_state("triton_state").read(cache, torch.arange(rows, device=device), context.long())
+        conv, key = torch.zeros_like(cache.conv), torch.zeros_like(cache.key)
+        conv[:, : window.shape[1]] = window
+        peers = ours._replace(conv=conv, key=key, base=context, held=torch.zeros_like(replay), may_fold=False)
+        return Layer(ours, peers, state[:, None].repeat(1, 1 + self.queries, 1, 1, 1))
+
+    def _arguments(self, cache: StateCache) -> DeltaRuleStep:
+        spec, rows, tokens, device = self.spec, self.num_reqs, self.num_reqs * self.queries, self.device
+        limit = _CONTEXT + self.queries
+        tables, _ = shuffled_tables(limit, rows, limit, device)
+        buffers = BatchBuffers(tables, max_tokens=tokens)
+        buffers.load([self.queries] * rows, [limit] * rows)
+        view = buffers.view(0, num_reqs=rows, num_tokens=tokens, max_query_len=self.queries)
+        builder = StateBuilder(spec, device, max_reqs=rows, max_tokens=tokens, max_seq_len=limit)
+        inputs = StateInputs(
+            torch.randn(tokens, spec.conv_channels, device=device).to(spec.dtype),
+            -torch.rand(tokens, *spec.decay_dims, device=device),
+            torch.rand(tokens, spec.num_value_heads, device=device),
+            torch.randn(spec.conv_channels, spec.conv_width, device=device).to(spec.dtype),
+        )
+        return DeltaRuleStep.of(inputs, cache, builder.build(view))
+
+
+def recurrent_state_rows(bench: Bench) -> Iterator[BenchRow]:
+    """Yield a row of our step at every shape, and one of each peer that is available."""
+    for layer, drafted, entries, num_reqs in product(*(_SHAPES if bench.on_cuda else _SHAPES_ON_CPU)):
+        spec = replace(layer, journal=entries * (1 + drafted))
+        with bench.noting(CASE, at=f"[{spec.describe()}], {num_reqs} requests"):
+            yield from comparison_rows(bench, StateStep(spec, 1 + drafted, num_reqs, bench.device))
+
+
+def comparison_rows(bench: Bench, step: StateStep) -> Iterator[BenchRow]:
+    """Yield our row, with its time over the best peer's, and the peers' rows."""
+    at, peers = f"[{step.spec.describe()}], {step.queries} tokens of {step.num_reqs} requests", []
+    expected = our_step(step.layers[0]).float()
+    ours = _row(bench, step, _OURS, our_step)
+    makers: dict[str, Callable[[list[Layer]], Call]]
+    makers = {f"columns {columns}x{warps}": partial(columns_by, columns, warps) for columns, warps in TILES}
+    for name, make in {**makers, "vllm": vllm_by}.items():
+        with bench.noting(f"{CASE}: {name} (peer)", at=at):
+            call = make(step.layers)
+            difference = float((call(step.layers[0]).float() - expected).norm() / expected.norm())
+            if not difference < _ROUNDING:
+                bench.miss(f"{CASE}: {name} (peer) at {at}", f"differs from our result by {difference:.1%}")
+                continue
+            row = _row(bench, step, name, call)
+            peers.append({**row, "peer": True, "peer_difference": round(difference, 5)})
+    if bench.on_cuda:
+        best = min((peer["gpu_us"]["p50"] for peer in peers), default=None)
+        ours |= {"peer_ratio": best and round(ours["gpu_us"]["p50"] / best, 3), "floor_counts": _FLOOR}
+        ours |= {"floor_us": bench.floor_us(step.moved_bytes)}
+    yield with_limits(ours, TimingLimit("peer_ratio", 1.0))
+    yield from peers
+
+
+def our_step(layer: Layer) -> torch.Tensor:
+    return delta_rule_step(*layer.ours)
+
+
+def columns_by(block_v: int, num_warps: int, layers: list[Layer]) -> Call:
+    """Return the peer with these tiles, after our own convolution."""
+
+    def call(layer: Layer) -> torch.Tensor:
+        step = layer.peers
+        heads = step.key.shape[2]
+        given = ColumnStates(layer.convolved(), step.decay, step.beta, layer.columns, heads, block_v, num_warps)
+        return column_states(*given)
+
+    return call
+
+
+def vllm_by(layers: list[Layer]) -> Call:
+    """Return vLLM's fused recurrent kernel over states of its own layout, and over tokens that are convolved before.
+
+    Raises NoBackend for a decay per channel.
+    """
+    from vllm.third_party.flash_linear_attention.ops.fused_recurrent import (
+        fused_recurrent_gated_delta_rule_fwd,
+    )
+
+    if layers[0].ours.decay.dim() == 3:
+        raise NoBackend("its kernel of columns has one decay per value head")
+    arguments = {id(layer): _vllm_arguments(layer) for layer in layers}
+    return lambda layer: fused_recurrent_gated_delta_rule_fwd(**arguments[id(layer)])[0][0]
+
+
+def _vllm_arguments(layer: Layer) -> dict[str, Any]:
+    step, (rows, columns, *_) = layer.peers, layer.columns.shape
+    queries, (heads, key_dim), value_dim = columns - 1, step.key.shape[2:], layer.columns.shape[4]
+    keys, device = heads * key_dim, step.x.device
+    q, k, v = layer.convolved().to(step.x.dtype)[None].split([keys, keys, step.x.shape[1] - 2 * keys], -1)
+    q, k, v = (part.unflatten(-1, (-1, dim)).contiguous() for part, dim in ((q, key_dim), (k, key_dim), (v, value_dim)))
+    # Its states have the key's dim last; index 0 means none.
+    states = torch.zeros(1 + rows * queries, *layer.columns.shape[2:], device=device).transpose(-1, -2).contiguous()
+    states[1::queries] = layer.columns[:, 0].transpose(-1, -2)
+    return {
+        **{"q": q, "k": k, "v": v, "g": step.decay[None], "beta": step.beta[None], "scale": 1.0},
+        "initial_state": states,
+        "cu_seqlens": step.query_start_loc,
+        "ssm_state_indices": torch.arange(1, 1 + rows * queries, device=device).view(rows, queries).int(),
+        "num_accepted_tokens": torch.ones(rows, dtype=torch.int32, device=device),
+    }
+
+
+def _row(bench: Bench, step: StateStep, name: str, call: Call) -> BenchRow:
+    if bench.on_cuda:
+        times: BenchRow = {"gpu_us": time_in_turn(call, step.layers)}
+    else:
+        times = {"wall_us": time_call(lambda: call(step.layers[0]), step.device).wall_us}
+    shape = {"num_reqs": step.num_reqs, "num_speculative_tokens": step.queries - 1, "context": _CONTEXT}
+    return {"case": CASE, "backend": name, "spec": step.spec.describe(), **shape, **times}

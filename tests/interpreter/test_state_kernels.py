@@ -1,0 +1,130 @@
+"""Each branch of the kernels of recurrent state has a mutant that a sample of its op kills, and their bench starts."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import tests.ops.state  # noqa: F401
+from attn_backends.state_kernels import convolution, delta_rule, move_entries, rows
+from benchmarks import measure
+from benchmarks.cases import recurrent_state
+from benchmarks.rows import Bench
+from builders.kernels.triton_runtime import torch_implementations
+from tests.factories import CPU
+from tests.ops.questions import check_op
+from tests.ops.sample import TABLE
+from tests.stand_in_modules import install_module
+
+MODULES = {"rows": rows, "convolution": convolution, "rule": delta_rule, "move": move_entries}
+STEP, END, MOVE = "delta_rule_step", "end_state_step", "move_entries"
+MUTANTS = [
+    ("rows", STEP, "fold = fresh | (replay + q_len + reserve > JOURNAL)", "fold = fresh"),
+    ("rows", STEP, "replay + q_len + reserve > JOURNAL", "replay + q_len > JOURNAL"),
+    ("rows", STEP, "fits & (fold | (replay + q_len <= JOURNAL))", "fits"),
+    ("rows", STEP, "fresh = runs & (context == 0)", "fresh = runs & (context < 0)"),
+    ("rows", STEP, "(replay >= 0) & (replay <= held)", "replay >= 0"),
+    ("rows", STEP, "(replay >= 0) & (replay <= held)", "replay <= held"),
+    ("rows", STEP, "(seq_len > 0) & (seq_len <= max_seq_len)", "seq_len <= max_seq_len"),
+    ("rows", STEP, "(seq_len > 0) & (seq_len <= max_seq_len)", "seq_len > 0"),
+    ("rows", STEP, "(slot >= 0) & (slot < num_slots)", "slot < num_slots"),
+    ("rows", STEP, "    if fold:\n", "    if fold & (replay < 0):\n"),
+    ("rows", STEP, "(offs_t < count)", "(offs_t >= 0)"),
+    ("rows", END, "tl.where(fold, 0, replay) + q_len", "replay + q_len"),
+    ("rows", END, "tl.store(held_ptr + slot, tl.zeros_like(seq_len), mask=live)", "pass"),
+    ("rows", END, "mask=live & fold", "mask=live"),
+    ("rows", END, "mask=lost & inside", "mask=live & inside"),
+    ("convolution", STEP, "from_window = mask_t & (place < 0) & (fresh == 0)", "from_window = mask_t & (place < 0)"),
+    ("convolution", STEP, "rows = (replay + WIDTH - 1 - beyond)", "rows = (WIDTH - 1 - beyond)"),
+    ("convolution", STEP, "ancestors = ancestors - last", "ancestors = ancestors"),
+    ("convolution", STEP, "mask=mask_w & (fold | ABSORB)", "mask=mask_w & ABSORB"),
+    ("convolution", STEP, "            end += q_len\n", "            end += 0\n"),
+    ("convolution", STEP, "mask=mask_w & (end < 0) & (fresh == 0)", "mask=mask_w & (end < 0)"),
+    ("rule", STEP, "seen = seen & (on_path | (i[None, :] == i[:, None]))", "pass"),
+    ("rule", STEP, "tl.where(sees & (i > j), tl.sum(k * key, 1), 0.0)", "tl.where(i > j, tl.sum(k * key, 1), 0.0)"),
+    ("rule", STEP, "tl.maximum(g, -100.0)", "g"),
+    ("rule", STEP, "beta * tl.sum(", "tl.sum("),
+    ("rule", STEP, "if live == 0:", "if live & (q_len < 0):"),
+    ("rule", STEP, "& mask_v & (fresh == 0)", "& mask_v"),
+    ("rule", STEP, "key_ptr = tl.where(fold, replaced", "key_ptr = tl.where(fold & (replay < 0), replaced"),
+    ("rule", STEP, "decays_ptr = tl.where(fold, replaced", "decays_ptr = tl.where(fold & (replay < 0), replaced"),
+    ("rule", STEP, "if fold & (not ABSORB)", "if fresh & (not ABSORB)"),
+    ("rule", STEP, "entry = (tl.where(fold, 0, replay) + i)", "entry = (replay + i)"),
+    ("rule", STEP, "tl.exp(total[None, :] - tl.cumsum(g, 0))", "tl.exp(total[None, :] - total[None, :])"),
+    ("rule", STEP, "states[at] * tl.exp(total)[:, None]", "states[at]"),
+    (
+        "rule",
+        STEP,
+        "states = take_in(states, k_ptrs, g_ptrs, mask_t",
+        "states = take_in(states, q_ptrs, g_ptrs, mask_t",
+    ),
+    ("move", MOVE, "(token > at + 1) & (token < q_len)", "token > at + 1"),
+    ("move", MOVE, "source = first + token", "source = token"),
+    ("move", MOVE, "(seq_len == tl.load(base_ptr + slot) + held)", "(seq_len > 0)"),
+    ("move", MOVE, "window + source, window + target", "source, target"),
+]
+
+
+@pytest.mark.parametrize(("room", "op", "old", "new"), MUTANTS)
+def test_mutant_is_killed(room, op, old, new, tmp_path, monkeypatch):
+    source, made = Path(MODULES[room].__file__).read_text(), tmp_path / "mutant.py"
+    assert source.count(old) == 1
+    # An op can be defined only once.
+    source = source[: source.rindex("\n\n\n")] if " = define_op(" in source else source
+    made.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("mutant", made)
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    functions = {name: value for name, value in vars(mutant).items() if type(value) is type(rows.plan_row)}
+    for module in MODULES.values():
+        for name in functions.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, functions[name])
+    record = TABLE[f"attn_backends::{op}"]
+    assert any(fails(record, sample) for sample in record.samples)
+
+
+def fails(op, sample):
+    try:
+        check_op(op, sample, CPU)
+    except Exception:
+        return True
+    return False
+
+
+def fused_recurrent(q, k, v, g, beta, scale, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens):
+    """vLLM's kernel by its definition, without sharing of key heads."""
+    out, group = torch.empty_like(v), v.shape[2] // k.shape[2]
+    q, k = (part[0].float().repeat_interleave(group, 1) for part in (q, k))
+    for row, (indices, accepted) in enumerate(zip(ssm_state_indices, num_accepted_tokens, strict=True)):
+        assert indices.min() > 0
+        state = initial_state[indices[accepted - 1]]
+        for at, token in enumerate(range(cu_seqlens[row], cu_seqlens[row + 1])):
+            state = state * g[0, token].exp()[:, None, None]
+            error = v[0, token].float() - torch.einsum("hvk,hk->hv", state, k[token])
+            state = state + torch.einsum("h,hv,hk->hvk", beta[0, token], error, k[token])
+            out[0, token] = torch.einsum("hvk,hk->hv", state, q[token] * scale)
+            initial_state[indices[at]] = state
+    return out, initial_state
+
+
+def test_bench_starts_and_peers_agree(monkeypatch):
+    monkeypatch.setattr(measure, "_WARMUP", 0)
+    monkeypatch.setattr(measure, "_REPEATS", 1)
+    monkeypatch.setattr(recurrent_state, "TILES", ((8, 1), (32, 4)))
+    module = "vllm.third_party.flash_linear_attention.ops.fused_recurrent"
+    install_module(monkeypatch, module, fused_recurrent_gated_delta_rule_fwd=fused_recurrent)
+    bench = Bench(CPU, None)
+    rows = list(recurrent_state.recurrent_state_rows(bench))
+    assert [row["backend"] for row in rows] == ["triton_state", "columns 8x1", "columns 32x4", "vllm"]
+    assert not bench.missing and all(row["wall_us"]["p50"] > 0 for row in rows)
+
+
+def test_columns_are_those_of_their_definition():
+    ((spec,), *_) = recurrent_state._SHAPES_ON_CPU
+    for changes in ({}, {"recurrence": recurrent_state.Recurrence.KDA}):
+        layers = recurrent_state.StateStep(recurrent_state.replace(spec, journal=8, **changes), 4, 2, CPU).layers * 2
+        found, columns = recurrent_state.columns_by(16, 1, layers)(layers[0]), layers[0].columns.clone()
+        with torch_implementations():
+            torch.testing.assert_close(recurrent_state.columns_by(16, 1, layers)(layers[0]), found)
+        torch.testing.assert_close(layers[0].columns, columns)

@@ -1,0 +1,129 @@
+"""Samples of the ops of recurrent state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from attn_backends.state_kernels.delta_rule import DeltaRuleStep
+from attn_backends.state_kernels.move_entries import MoveEntries
+from attn_backends.state_kernels.rows import EndStateStep
+from tests.ops.sample import int32, noise, op
+
+CLOSE = {
+    torch.float32: {"rtol": 1e-4, "atol": 2e-5},
+    torch.float16: {"rtol": 2e-3, "atol": 1e-3},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-3},
+}
+"""Sums in another order; for 16-bit dtypes this can tip a rounding."""
+SLOTS, JOURNAL = 7, 8
+BASE, HELD = [9, 50, 3, 4, 1, 5, 4], [0, 0, 0, 8, 0, 4, 1]
+ROWS = [(5, 3, 10), (0, 3, 3), (3, 3, 14), (2, 1, 0), (6, 3, 9), (1, 2, 40), (7, 3, 3), (4, 3, 130), (-1, 2, 2)]
+"""Slot, query tokens and length: a replay, a new request, a fold, padding, a context beyond the journal and one before
+the checkpoint; then rows that count as padding: a slot outside, a length beyond the bound of 128, a negative slot."""
+KINDS: list[dict[str, Any]] = [
+    {"bias": None},
+    {"kda": True, "value_heads": 2},
+    {"tree": True},
+    {"tree": True, "kda": True, "width": 2},
+    {"may_fold": False, "width": 1},
+    {"reserve": 4, "dims": (24, 40)},
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float16, "kda": True},
+    {"absorb": True, "times": 13},
+    {"absorb": True, "times": 13, "resets": True},
+    {"resets": True, "kda": True},
+    {"absorb": True, "times": 6, "kda": True, "dims": (40, 16)},
+]
+
+
+def rows(times: int = 1) -> dict[str, torch.Tensor]:
+    """Return the rows and the lengths of their slots, with `times` as many query tokens; slots are strided."""
+    slots, counts, seq_lens = zip(*ROWS, strict=True)
+    starts = torch.tensor([0, *(count * times for count in counts)]).cumsum(0).int()
+    lens = [length and length + count * (times - 1) for length, count in zip(seq_lens, counts, strict=True)]
+    return {
+        "base": int32(*BASE),
+        "held": int32(*HELD),
+        "query_start_loc": starts,
+        "seq_lens": int32(*lens),
+        "slots": int32(*slots).repeat_interleave(3)[::3],
+    }
+
+
+def held_only(values: torch.Tensor, before: int = 0) -> torch.Tensor:
+    """Put NaN where slots hold nothing, `before` rows and their entries apart."""
+    for slot, held in enumerate(HELD):
+        values[slot, before + held :] = torch.nan
+    return values
+
+
+def step(
+    heads: int = 2,
+    value_heads: int = 4,
+    dims: tuple[int, int] = (16, 8),
+    width: int = 4,
+    dtype: torch.dtype = torch.float32,
+    times: int = 1,
+    **how: Any,
+) -> DeltaRuleStep:
+    key_dim, value_dim = dims
+    batch = rows(times)
+    channels, tokens = 2 * heads * key_dim + value_heads * value_dim, int(batch["query_start_loc"][-1])
+    decays = (value_heads, key_dim) if how.get("kda") else (value_heads,)
+    decay = -noise(tokens, *decays, seed=1).abs()
+    if how.get("resets"):
+        decay[::5] = -torch.inf
+    masks = torch.tensor([mask for _, count, _ in ROWS for mask in (1, 3, 5)[:count]])
+    key = torch.nn.functional.normalize(noise(SLOTS, JOURNAL, heads, key_dim, seed=7), dim=-1)
+    state = noise(SLOTS, value_heads, key_dim, value_dim, seed=5)
+    state[0] = torch.nan
+    return DeltaRuleStep(
+        x=noise(tokens, channels, dtype=dtype) / 2,
+        decay=decay,
+        beta=noise(tokens, value_heads, seed=2).sigmoid(),
+        weight=noise(channels, width, seed=3, dtype=dtype) / 2,
+        bias=how.get("bias", noise(channels, seed=4, dtype=dtype)),
+        state=state,
+        conv=held_only(noise(SLOTS, width - 1 + JOURNAL, channels, seed=6, dtype=dtype), width - 1),
+        key=held_only(key),
+        update=held_only(noise(SLOTS, JOURNAL, value_heads, value_dim, seed=8)),
+        decays=held_only(-noise(SLOTS, JOURNAL, *decays, seed=9).abs()),
+        **batch,
+        tree_masks=masks if how.get("tree") else None,
+        max_query_len=3 * times,
+        max_seq_len=128,
+        absorb=how.get("absorb", False),
+        may_fold=how.get("may_fold", True),
+        reserve=how.get("reserve", 0),
+    )
+
+
+@op("attn_backends::delta_rule_step", close=CLOSE, strided="x")
+def delta_rule_step() -> Iterator[tuple[Any, ...]]:
+    yield from (tuple(step(**kind)) for kind in KINDS)
+
+
+@op("attn_backends::end_state_step")
+def end_state_step() -> Iterator[tuple[Any, ...]]:
+    batch = rows()
+    base, held = batch.pop("base"), batch.pop("held")
+    lost = int32(0, 0, 1, 0, 0, 0, 0)
+    for absorb, may_fold, reserve in ((False, True, 0), (False, True, 4), (False, False, 0), (True, True, 0)):
+        yield tuple(EndStateStep(base, held, lost, **batch, journal=JOURNAL, max_seq_len=128, absorb=absorb,
+                                 may_fold=may_fold, reserve=reserve))  # fmt: skip
+
+
+@op("attn_backends::move_entries")
+def move_entries() -> Iterator[tuple[Any, ...]]:
+    """After a step of trees: the slots of three rows hold what their lengths say."""
+    paths = [[2, -1], [1, 2], [2, 9], [1, 2], [2, -1], [1, 2], [1, 2], [2, -1], [1, 2]]
+    names = ("conv", "key", "update", "decays")
+    for kind in ({}, {"kda": True}, {"dtype": torch.bfloat16, "width": 2}):
+        each = step(**kind)
+        batch = rows() | {"base": int32(0, 50, 3, 11, 1, 5, 4), "held": int32(3, 0, 0, 3, 0, 5, 3)}
+        parts = {name: noise(*part.shape, dtype=part.dtype) for name, part in each._asdict().items() if name in names}
+        for path in (torch.tensor(paths), torch.tensor(paths).T.contiguous().T):
+            yield tuple(MoveEntries(**parts, **batch, path=path))
