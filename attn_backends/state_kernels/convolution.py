@@ -13,7 +13,7 @@ import torch
 from attn_backends.state_kernels.rows import plan_row, write_entries
 from builders.kernels.rows import whole_rows
 from builders.kernels.sizes import cdiv, next_power_of_2
-from builders.kernels.triton_runtime import await_previous, tl, triton
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _BLOCK_T = 32
 """Tokens of a prompt that a program convolves."""
@@ -66,6 +66,7 @@ def launch_convolution(
         TREE=tree_masks is not None,
         num_warps=max(1, min(8, block_t * block_d // 1024)),
         **plan,
+        **dependent_launch(x.device),
     )
     return mixed, replaced
 

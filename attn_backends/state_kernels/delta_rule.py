@@ -28,7 +28,7 @@ from attn_backends.torch_state import TorchState
 from builders import Recurrence, StateMetadata, StateSpec
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
-from builders.kernels.triton_runtime import await_previous, stored_as, tl, triton
+from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
 _BLOCK_T, _BLOCK_K, _BLOCK_V = 16, 16, 32
 """Tokens of a block, at least; rows of a slice of a state; and columns of it per program, which holds its slices in
@@ -75,7 +75,11 @@ class DeltaRuleStep(NamedTuple):
     def of(cls, inputs: StateInputs, cache: StateCache, metadata: StateMetadata) -> DeltaRuleStep:
         """Return the arguments for a layer's step."""
         return cls(
-            *inputs,
+            x=inputs.x,
+            decay=inputs.decay,
+            beta=inputs.beta,
+            weight=inputs.weight,
+            bias=inputs.bias,
             state=cache.state,
             conv=cache.conv,
             key=cache.key,
@@ -154,6 +158,7 @@ class DeltaRuleStep(NamedTuple):
             TREE=self.tree_masks is not None,
             num_warps=4 if block_t <= 16 else 8,
             **shared,
+            **dependent_launch(self.x.device),
         )
         out = stored_as(self.fake())
         _delta_rule_state_kernel[(cdiv(value_dim, block_v), value_heads, num_reqs)](
@@ -168,6 +173,7 @@ class DeltaRuleStep(NamedTuple):
             num_warps=4 if block_t <= 16 else 8,
             num_stages=1,
             **shared,
+            **dependent_launch(self.x.device),
         )
         return out.to(self.x.dtype)
 

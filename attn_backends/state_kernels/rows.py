@@ -25,7 +25,7 @@ def metadata_of(op: Any, *, num_tokens: int = 0, max_query_len: int = 0, **optio
 
 
 def plan_arguments(op: Any, journal: int) -> dict[str, Any]:
-    """Return what a kernel passes to `plan_row`, by name, and how it is launched. op: `EndStateStep` or one with its
+    """Return what a kernel passes to `plan_row`, by name. op: `EndStateStep` or one with its
     arguments; journal: entries of a slot."""
     return {
         "base_ptr": op.base,
@@ -40,7 +40,6 @@ def plan_arguments(op: Any, journal: int) -> dict[str, Any]:
         "JOURNAL": journal,
         "ABSORB": op.absorb,
         "MAY_FOLD": op.may_fold,
-        **dependent_launch(op.seq_lens.device),
     }
 
 
@@ -149,6 +148,7 @@ class EndStateStep(NamedTuple):
             BLOCK_R=block,
             num_warps=1,
             **plan_arguments(self, self.journal),
+            **dependent_launch(self.seq_lens.device),
         )
 
 

@@ -130,4 +130,5 @@ def test_only_prefetch_and_indices_precede_the_wait():
         for call in ast.walk(ast.parse(statement))
         if isinstance(call, ast.Call) and not ast.unparse(call.func).startswith("tl.")
     }
-    assert called == {("streamed_kernel", PREFETCH), ("streamed_tma_kernel", PREFETCH)}
+    kernels = ("streamed_kernel", "streamed_tma_kernel", "top_of_tiles_kernel")
+    assert called == {(name, PREFETCH) for name in kernels}
