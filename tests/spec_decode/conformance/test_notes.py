@@ -85,7 +85,7 @@ def test_full_run_notes_claims_without_passed_check() -> None:
 
     assert unpassed.startswith("claimed, but no passed check has them: ") and "page:24" in unpassed
     assert sizes.startswith("tried: heads 1 to 128 (11 sizes), KV heads 1 to ") and "lengths 1 to " in sizes
-    assert drawn[0].startswith("drawn: 240 cases from seed 0, with 3,2")
+    assert drawn[0].startswith("drawn: 240 cases from seed 0, with 3,3")
     assert len([*coverage_notes(passed, planned.checks, every=False)]) == 1
 
 
