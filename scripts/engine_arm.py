@@ -35,6 +35,8 @@ CHANNELS = "fp8_per_channel"
 """vLLM's name for 8-bit weights with a scale for each output: what `weights="fp8"` is here."""
 WARM_UP = 32
 """New tokens of every request before decoding alone is timed, as in `bench throughput`."""
+DRAFTS = {"eagle": "EAGLE", "qwen3.5-mtp": "MTP"}
+"""Kinds of drafts, in words."""
 PREFILL_REQUESTS, PREFILL_TOKENS = 16, 1000
 MOST_KERNELS = 16
 """Kernels that the profile names: of the prompts, and of WARM_UP new tokens of the fewest requests."""
@@ -49,7 +51,7 @@ class EngineArm:
     weights        whether the target's matrix products read 8-bit weights
     draft_weights  likewise the draft's, with its copy of the target's output projection
     local_argmax   vLLM's use_local_argmax_reduction: the draft's tokens are maxima, and its logits are not kept
-    size           key of vllm_arm.SIZES
+    size, kind     of target and draft, keys of vllm_arm.SIZES and KINDS
     models         of PLUGGED: those with our linear layers, "draft", "target" or both in this order
     head           of PLUGGED: how the draft reads its head, in the words of DRAFT_HEAD; empty: as vLLM does
     """
@@ -61,6 +63,7 @@ class EngineArm:
     draft_weights: bool = False
     local_argmax: bool = False
     size: str = "llama3-8b"
+    kind: str = "eagle"
     requests: tuple[int, ...] = vllm_arm.REQUESTS
     models: str = ""
     head: str = ""
@@ -71,7 +74,7 @@ class EngineArm:
 
     @property
     def name(self) -> str:
-        draft = f"EAGLE K={self.steps} keeps {self.kept:g}" if self.steps else "no draft"
+        draft = f"{DRAFTS[self.kind]} K={self.steps} keeps {self.kept:g}" if self.steps else "no draft"
         more = {"fp8 target": self.weights, "fp8 draft": self.draft_weights, "local argmax": self.local_argmax}
         more |= {f"ours in {self.models}": bool(self.models), f"head in {self.head}": bool(self.head)}
         return " ".join((self.engine, self.size, draft, *(name for name, on in more.items() if on)))
@@ -201,19 +204,21 @@ class Ours:
 
 def llm_options(arm: EngineArm, folder: Path) -> dict[str, Any]:
     """Write the models to the folder, and return the arguments of LLM."""
-    options: dict[str, Any] = {"model": write_model(folder / "target", arm.size), "max_num_seqs": max(arm.requests)}
+    own = bool(arm.steps and not vllm_arm.KINDS[arm.kind])
+    target = write_model(folder / "target", arm.size, with_draft=own)
+    options: dict[str, Any] = {"model": target, "max_num_seqs": max(arm.requests)}
     if arm.steps:
         options |= {
-            "draft": write_model(folder / "draft", arm.size, kind="eagle"), "num_speculative_tokens": arm.steps,
-            "verification": f"synthetic:{arm.kept:g}",
+            "draft": target if own else write_model(folder / "draft", arm.size, kind=arm.kind),
+            "num_speculative_tokens": arm.steps, "verification": f"synthetic:{arm.kept:g}",
         }  # fmt: skip
     chosen = {"weights": arm.weights, "draft_weights": arm.draft_weights}
     return options | {name: "fp8" for name, on in chosen.items() if on}
 
 
-def write_model(folder: Path, size: str, *, kind: str = "") -> Path:
+def write_model(folder: Path, size: str, *, kind: str = "", with_draft: bool = False) -> Path:
     """Write a model in the published layout: config.json, a tokenizer of one word, and random weights. kind: as in
-    vllm_arm.model_folder."""
+    vllm_arm.model_folder; with_draft: whether a target has its own draft's weights too."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -223,6 +228,8 @@ def write_model(folder: Path, size: str, *, kind: str = "") -> Path:
     Tokenizer(WordLevel({"word": 0}, unk_token="word")).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     weights = weight_shapes(SimpleNamespace(**config), is_draft=bool(kind))
+    if with_draft:
+        weights |= weight_shapes(SimpleNamespace(**config), is_draft=True)
     save_random(folder, {name: shape for name, (shape, _) in weights.items()})
     return folder
 
@@ -269,7 +276,7 @@ class Theirs:
 def vllm_options(arm: EngineArm) -> dict[str, Any]:
     """Return the arguments of vllm.LLM: its defaults, compiled, on its own attention backends."""
     draft = BACKEND if arm.steps else ""
-    same = vllm_arm.Arm(draft, arm.steps, arm.size, arm.kept, compiled=True, requests=arm.requests)
+    same = vllm_arm.Arm(draft, arm.steps, arm.size, arm.kept, compiled=True, requests=arm.requests, kind=arm.kind)
     options = vllm_arm.engine_options(same)
     options |= _given(quantization=arm.quantization("target"))
     if arm.steps:
@@ -291,14 +298,17 @@ def _tokens(prompt: list[int]) -> Any:
 
 def engine_arms() -> list[EngineArm]:
     """Return the arms, the most telling first: each of ours after vLLM's of the same settings, vLLM's further option
-    for its best drafts, then vLLM with our linear layers."""
+    for its best drafts, both engines over a hybrid target, then vLLM with our linear layers."""
     drafted, bits = {"steps": 7, "kept": 3.2}, {"weights": True, "draft_weights": True}
     settings: list[dict[str, Any]] = [
         {}, drafted, drafted | {"draft_weights": True}, drafted | bits, {"weights": True}, drafted | {"weights": True},
     ]  # fmt: skip
     arms = [EngineArm(engine=engine, **each) for each in settings for engine in (VLLM, OURS)]
     best = [each for each in arms if each.engine == VLLM and each.draft_weights]
-    return [*arms, *(replace(each, local_argmax=True) for each in best), *_plugged_arms(drafted, bits)]
+    hybrid = [replace(each, size="qwen3.5", kind="qwen3.5-mtp") for each in arms[:4]]
+    hybrid = [replace(each, steps=3, kept=1.8) if each.steps else each for each in hybrid]
+    further = (replace(each, local_argmax=True) for each in best)
+    return [*arms, *further, *hybrid, *_plugged_arms(drafted, bits)]
 
 
 def _plugged_arms(drafted: dict[str, Any], bits: dict[str, Any]) -> Iterator[EngineArm]:
@@ -316,10 +326,11 @@ def _plugged_arms(drafted: dict[str, Any], bits: dict[str, Any]) -> Iterator[Eng
 
 
 def engine_problems(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return each arm that failed, and each of ours whose target runs elsewhere than on this library's layers."""
+    """Return each arm that failed, and each of ours whose Llama runs elsewhere than on this library's layers."""
     failed = [f"{each['arm']['name']}: ended with {each['exit_status']}" for each in found if not each["rows"]]
     ours = [each for each in found if each["arm"]["engine"] == OURS and each["rows"]]
-    elsewhere = [each for each in ours if "target runs on this library's layers" not in each["explain"]]
+    llamas = [each for each in ours if each["arm"].get("size", "llama").startswith("llama")]
+    elsewhere = [each for each in llamas if "target runs on this library's layers" not in each["explain"]]
     return [*failed, *(f"{each['arm']['name']}: {each['explain'][0]}" for each in elsewhere)]
 
 

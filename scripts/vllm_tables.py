@@ -8,6 +8,7 @@ from math import hypot, sqrt
 from statistics import fmean, median, stdev
 from typing import Any
 
+from scripts.engine_arm import DRAFTS
 from scripts.markdown_table import markdown_table
 from scripts.on_gpus import card
 from scripts.vllm_figures import BASE, LATENT, OURS, REBUILT, names
@@ -65,7 +66,8 @@ def engines(report: dict[str, Any]) -> str:
     rows = []
     for found in report["arms"]:
         arm, speeds = found["arm"], {row["requests"]: row for row in found["rows"]}
-        model = "EAGLE" if arm["steps"] else "no draft"
+        model = DRAFTS[arm.get("kind", "eagle")] if arm["steps"] else "no draft"
+        model += ", four layers of Qwen3.5" * (arm.get("size") == "qwen3.5")
         options = {"draft in 8 bits": "draft_weights", "target in 8 bits": "weights", "local argmax": "local_argmax"}
         settings = ", ".join([model, *(name for name, field in options.items() if arm[field])])
         each = [

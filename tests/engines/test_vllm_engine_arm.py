@@ -10,7 +10,7 @@ from scripts import context_arm, engine_arm, vllm_arm
 from tests.engines.vllm_runner import DIM, HEADS, KV_HEADS, NEEDS_VLLM
 
 pytestmark = NEEDS_VLLM
-THEIRS = [arm for arm in engine_arm.engine_arms() if arm.engine != engine_arm.OURS]
+THEIRS = [arm for arm in engine_arm.engine_arms() if arm.kind == "eagle" and arm.engine != engine_arm.OURS]
 
 
 @pytest.fixture

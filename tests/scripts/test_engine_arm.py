@@ -23,6 +23,10 @@ VOCAB = 128
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arms of the size llama3-8b are small."""
     monkeypatch.setitem(vllm_arm.SIZES, "llama3-8b", (64, 96, 4, 2, 16, VOCAB, 2))
+    monkeypatch.setitem(vllm_arm.SIZES, "qwen3.5", (64, 96, 4, 2, 16, VOCAB, 4))
+    sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+    family = vllm_arm.FAMILIES["qwen3_5_text"] | sizes | {"linear_num_value_heads": 4}
+    monkeypatch.setitem(vllm_arm.FAMILIES, "qwen3_5_text", family)
     for module, numbers in (
         (vllm_arm, {"PROMPT": 80, "NEW_TOKENS": 8, "REPEATS": 2}),
         (engine_arm, {"WARM_UP": 2, "PREFILL_REQUESTS": 2, "PREFILL_TOKENS": 20}),
@@ -31,7 +35,11 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, name, number)
 
 
-@pytest.mark.parametrize("drafted", [{}, {"steps": 2, "kept": 1.0}])
+@pytest.mark.parametrize(
+    "drafted",
+    [{}, {"steps": 2, "kept": 1.0}, {"steps": 2, "kept": 1.0, "size": "qwen3.5", "kind": "qwen3.5-mtp"}],
+    ids=["plain", "drafted", "hybrid"],
+)
 def test_our_arm_runs_llm_of_folder(drafted: dict[str, Any], tiny: None) -> None:
     found = engine_arm.measure(EngineArm(engine=OURS, requests=(1, 2), **drafted))
     assert [row["requests"] for row in found["rows"]] == [1, 2]
@@ -39,7 +47,8 @@ def test_our_arm_runs_llm_of_folder(drafted: dict[str, Any], tiny: None) -> None
     assert all(len(runs) == 2 and min(runs) > 0 for runs in [*speeds, found["prefill"]["tokens_per_s"]])
     assert (found["prefill"]["requests"], found["prefill"]["prompt_tokens"]) == (2, 40)
     assert ("no draft: plain decoding" in found["explain"]) is not bool(drafted)
-    assert engine_problems([{**found, "arm": {"engine": OURS, "name": "x"}}]) == []
+    arm = {"engine": OURS, "name": "x", "size": drafted.get("size", "llama3-8b")}
+    assert engine_problems([{**found, "arm": arm}]) == []
 
 
 def test_every_tensor_of_random_model_differs(tiny: None, tmp_path: Path) -> None:
@@ -67,11 +76,13 @@ def test_settings_of_an_arm_reach_both_engines(tiny: None, tmp_path: Path) -> No
 def test_each_of_our_arms_has_one_of_vllm() -> None:
     arms = engine_arms()
     ours = [arm for arm in arms if arm.engine == OURS]
-    assert len({arm.name for arm in arms}) == len(arms) and len(ours) == 6
+    assert len({arm.name for arm in arms}) == len(arms) and len(ours) == 8
     theirs = {arm for arm in arms if arm.engine == VLLM and not arm.local_argmax}
     assert {replace(arm, engine=VLLM) for arm in ours} == theirs
     plugged = [arm for arm in arms if arm.engine == PLUGGED]
-    assert {replace(arm, engine=VLLM, models="", head="") for arm in plugged} == theirs
+    assert {replace(arm, engine=VLLM, models="", head="") for arm in plugged} == {
+        arm for arm in theirs if arm.kind == "eagle"
+    }
     assert all(arm.models or arm.head for arm in plugged)
 
 
