@@ -20,7 +20,7 @@ RELEASE_TESTS := tests/builders tests/attn_backends/test_registry.py tests/attn_
 RELEASE_KERNELS := $(addprefix tests/interpreter/test_,op_kernels.py attention_kernels.py \
 	nan_logits_kernels.py shared_state_kernels.py verify_kernels.py)
 
-.PHONY: demo test slow engines engine-vllm engine-sglang engine-sglang-rounds oldest newest smollm2 lint precheck docs reports check release \
+.PHONY: demo test slow long engines engine-vllm engine-sglang engine-sglang-rounds oldest newest smollm2 lint precheck docs reports check release \
 	setup clean
 
 demo: $(VENV)/.installed
@@ -35,8 +35,12 @@ test: $(VENV)/.installed
 
 # Statistics, and whole kits in the interpreter: they take minutes each, so a worker gets one at a time, not a file.
 slow: $(VENV)/.installed
-	$(BIN)/python $(PYTEST) --dist load --maxschedchunk 1 -m slow
+	$(BIN)/python $(PYTEST) --dist load --maxschedchunk 1 -m "slow and not long"
 	TRITON_INTERPRET=1 $(BIN)/python $(PYTEST) -m slow tests/interpreter
+
+# What is too long for CI: 15 minutes on two cores.
+long: $(VENV)/.installed
+	$(BIN)/python $(PYTEST) --dist load --maxschedchunk 1 -m long
 
 # The oldest supported and the newest tested releases, each in its own environment.
 oldest newest: %: $(VENV)/%/.installed

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
     [
         ("triton_paged", ("numerics",)),
         ("triton_paged", ("contract", "builder", "refusal", "poison")),
-        ("triton_state", ("state",)),
+        pytest.param("triton_state", ("state",), marks=pytest.mark.long),
     ],
 )
 def test_triton_kernels_pass_the_kit_in_interpreter(backend: str, families: tuple[str, ...], tmp_path: Path) -> None:

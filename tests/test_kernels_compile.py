@@ -12,7 +12,7 @@ from builders.chips import CHIPS
 from builders.devices import FP8_CAPABILITY
 from tests.chips import LIMITS, compile_op
 from tests.import_graph import module_files
-from tests.ops.served import cases
+from tests.ops.served import Case, cases
 from tests.test_kernels import kernels
 
 KERNELS = {kernel.name for path in module_files().values() for kernel in kernels(path.read_text(encoding="utf-8"))}
@@ -36,11 +36,30 @@ def converts_8_bits(op: str, arguments: tuple[Any, ...]) -> bool:
     return weights or reads_bytes or op == "attn_backends::narrow_rows"
 
 
+def few_cases() -> list[Case]:
+    """Return the first case of each op, the last, and the one between."""
+    by_op: dict[str, list[Case]] = {}
+    for case in cases():
+        by_op.setdefault(case[0], []).append(case)
+    return [several[at] for several in by_op.values() for at in sorted({0, len(several) // 2, len(several) - 1})]
+
+
+FEW = ("sm_80", "sm_90", "sm_120")
+"""Chips that differ most."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.target)
-def test_kernels_compile_within_chip_limits(chip: Any) -> None:
+@pytest.mark.parametrize(
+    ("chip", "every"),
+    [
+        *(pytest.param(chip, False, id=chip.target) for chip in CHIPS if chip.target in FEW),
+        *(pytest.param(chip, True, id=f"{chip.target}-every", marks=pytest.mark.long) for chip in CHIPS),
+    ],
+)
+def test_kernels_compile_within_chip_limits(chip: Any, every: bool) -> None:
+    """With every case of an op, or a few."""
     found, over, spilling = set(), [], []
-    for op, arguments in cases():
+    for op, arguments in cases() if every else few_cases():
         narrow = converts_8_bits(op, arguments)
         if narrow and chip.capability < FP8_CAPABILITY:
             with pytest.raises(CompilationError):

@@ -107,6 +107,7 @@ def test_page_commands_run_in_order(stranger: tuple[Stranger, Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_slow_page_commands_run(stranger: tuple[Stranger, Path]) -> None:
     """Every check of the kit on the page's backend: about a minute."""
     environment, work = stranger

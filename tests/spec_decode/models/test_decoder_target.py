@@ -409,7 +409,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "field"),
     [
-        pytest.param(kind, field, marks=[] if kind in MUTATED_ALWAYS else pytest.mark.slow)
+        pytest.param(kind, field, marks=[] if kind in MUTATED_ALWAYS else [pytest.mark.slow, pytest.mark.long])
         for kind in MUTATED
         for field in sorted({*read_fields(ARCHITECTURES[f"{KINDS[kind][0]}ForCausalLM"]), *FOREIGN})
     ],
