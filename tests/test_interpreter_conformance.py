@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("backend", "families"),
     [
-        ("triton_paged", ("numerics",)),
+        pytest.param("triton_paged", ("numerics",), marks=pytest.mark.long),
         ("triton_paged", ("contract", "builder", "refusal", "poison")),
         pytest.param("triton_state", ("state",), marks=pytest.mark.long),
     ],

@@ -55,12 +55,15 @@ def killed(mutant: Mutant) -> bool:
 
 
 FIRST = {mutant.killer: mutant for mutant in reversed(ALL_MUTANTS)}
-"""One mutant of each check; the others run with the slow tests."""
+"""One mutant of each check; the others run with the long tests."""
 
 
 @pytest.mark.parametrize(
     "mutant",
-    [pytest.param(each, marks=() if FIRST[each.killer] is each else pytest.mark.slow) for each in ALL_MUTANTS],
+    [
+        pytest.param(each, marks=() if FIRST[each.killer] is each else [pytest.mark.slow, pytest.mark.long])
+        for each in ALL_MUTANTS
+    ],
     ids=lambda mutant: mutant.name,
 )
 def test_mutant_fails_check_that_names_its_defect(mutant: Mutant) -> None:

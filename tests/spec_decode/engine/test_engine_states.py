@@ -67,7 +67,7 @@ OFTEN = {
 @pytest.mark.parametrize(
     ("family", "mode", "options"),
     [
-        pytest.param(family, mode, options, marks=() if often else pytest.mark.slow)
+        pytest.param(family, mode, options, marks=() if often else [pytest.mark.slow, pytest.mark.long])
         for family in FAMILIES
         for mode in GraphMode
         for options in OPTIONS

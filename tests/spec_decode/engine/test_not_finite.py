@@ -84,7 +84,9 @@ OFTEN = ("plain", "in graphs", "in trees", "block")
 @pytest.mark.parametrize(
     ("way", "kind"),
     [
-        pytest.param(way, kind, marks=[] if kind == "one nan" and way in OFTEN else [pytest.mark.slow])
+        pytest.param(
+            way, kind, marks=[] if kind == "one nan" and way in OFTEN else [pytest.mark.slow, pytest.mark.long]
+        )
         for way in WAYS
         for kind in LOGITS
         if kind == "one nan" or way in OFTEN
