@@ -46,10 +46,12 @@ def choose_backends(
 ) -> Backends:
     """Choose for each group the first backend that supports it, or the requested one.
 
-    backend: of attention; recurrent states have their own. draft_backend: for the draft; None uses backend. Raises
-    NoBackend if a requested backend does not support a group: there is no fallback.
+    backend: of attention, or of recurrent states; groups of the other kind get the first. draft_backend: for the draft;
+    None uses backend if that attends. Raises NoBackend if a requested backend does not support a group, or there is no
+    group of its kind: there is no fallback.
     """
-    device, draft_choice = pair.device, backend if draft_backend is None else draft_backend
+    device, for_states = pair.device, backend in registry.state_names()
+    draft_choice = draft_backend if draft_backend is not None or for_states else backend
     target = _chosen(requested_groups(pair.target, config), device, backend)
     if pair.draft is None:
         return Backends(target, {})
@@ -76,9 +78,12 @@ def backends_named(pair: Pair, config: EngineConfig, name: str) -> Backends | No
 
 def _chosen(groups: Sequence[AnyGroup], device: torch.device, backend: str | None) -> dict[str, Backend]:
     found: dict[str, Backend] = {}
+    for_states = backend in registry.state_names()
     for group in groups:
-        named = [] if backend is None or isinstance(group.spec, StateSpec) else [backend]
+        named = [backend] if backend is not None and isinstance(group.spec, StateSpec) is for_states else []
         found[group.name] = select(group.spec, device, named).backend
+    if for_states and not any(isinstance(group.spec, StateSpec) for group in groups):
+        raise NoBackend(f"{backend} keeps recurrent states, and the model has none. Name a backend of attention.")
     return found
 
 

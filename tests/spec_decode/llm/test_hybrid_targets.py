@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from attn_backends import NoBackend, register, unregister
+from attn_backends.torch_state import TorchState
 from spec_decode.llm import LLM, SamplingParams
 from spec_decode.models import CheckpointError, TransformersTarget
 from spec_decode.trees import DraftTree
@@ -106,6 +108,21 @@ SPECS = {
     "Lfm2Config": "conv, 32 channels, convolution 3, journal 2, float32",
     "Lfm2MoeConfig": "conv, 32 channels, convolution 3, journal 2, float32",
 }
+
+
+def test_backend_of_states_can_be_named(folder_of: Any, request: pytest.FixtureRequest) -> None:
+    class Other(TorchState):
+        name, contract_version = "other_state", (1, 3)
+
+    register()(Other)
+    request.addfinalizer(lambda: unregister("other_state"))
+    options = {"device": "cpu", "draft": folder_of("Qwen3_5TextConfig") / "draft"}
+    chosen = LLM(folder_of("Qwen3_5TextConfig"), backend="other_state", **options).backends
+    assert chosen.target["state"].name == "other_state"
+    assert {each.name for name, each in chosen.target.items() if name != "state"} == {"torch_reference"}
+    assert {each.name for each in chosen.draft.values()} == {"torch_reference"}
+    with pytest.raises(NoBackend, match="other_state keeps recurrent states, and the model has none"):
+        LLM(folder_of("Qwen3_5TextConfig"), draft_backend="other_state", **options)
 
 
 @pytest.mark.parametrize("family", SPECS)
