@@ -21,7 +21,7 @@ def validator(monkeypatch, vllm_inside):
     from attn_backends.engines.vllm import pace, state_validator
     from attn_backends.engines.vllm.compat import MambaHybridModelState
 
-    for name in state_validator._METHODS:
+    for name in state_validator._HOOKS[MambaHybridModelState]:
         monkeypatch.setattr(MambaHybridModelState, name, getattr(MambaHybridModelState, name))
     monkeypatch.setattr(pace, "SHARE", float("inf"))
     state_validator.install()
@@ -143,7 +143,7 @@ def test_states_that_move_between_blocks_are_not_compared(validator, monkeypatch
 
     cache = SimpleNamespace(mamba_cache_mode="align")
     recorder = validator.StateRecorder(SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache)))
-    recorder.built({}, {"input_batch": None, "attn_groups": [[SimpleNamespace(kv_cache_spec=None)]]})
+    recorder.built({}, SimpleNamespace(input_batch=None, attn_groups=[[SimpleNamespace(kv_cache_spec=None)]]))
     assert recorder.rounds == 0
     assert warnings == ["The target's recurrent states are not compared: mamba_cache_mode is align."]
 

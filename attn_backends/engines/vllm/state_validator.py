@@ -7,30 +7,23 @@ steps, what vLLM's builders made for the step is compared with what must hold fo
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 
+from attn_backends.engines.vllm import hooks
 from attn_backends.engines.vllm.compat import (
     CUDAGraphMode,
     MambaHybridModelState,
     MambaSpec,
-    UnsupportedVllm,
     init_logger,
-    requirement,
 )
 from attn_backends.engines.vllm.differences import Difference, tensors_of
+from attn_backends.engines.vllm.hooks import Read, Run
 from attn_backends.engines.vllm.pace import Pace
 
-_METHODS = {
-    "add_request": ["req_index"],
-    "prepare_attn": ["input_batch", "cudagraph_mode", "attn_groups", "for_capture"],
-}
-"""The methods that are wrapped, and the arguments that are read."""
 _log = init_logger("vllm.attn_backends")
 
 
@@ -70,13 +63,13 @@ class StateRecorder:
         """Take note that another request has this index from now on."""
         self._added.add(index)
 
-    def built(self, metadata: Mapping[str, Any], call: Mapping[str, Any]) -> None:
+    def built(self, metadata: Mapping[str, Any], call: Any) -> None:
         """Take a step's metadata, by layer, and the arguments that it was built from."""
-        batch, groups = call["input_batch"], _state_groups(call["attn_groups"])
+        batch, groups = call.input_batch, _state_groups(call.attn_groups)
         if not (self._compares and groups):
             return
         key = (batch.num_reqs_after_padding, batch.num_tokens_after_padding)
-        if call["for_capture"]:
+        if call.for_capture:
             self._captured[key] = _addresses(metadata, groups)
             return
         before, self._before = self._before, None
@@ -88,7 +81,7 @@ class StateRecorder:
                 if before is None:
                     self._before, self._added = step, set()
                 else:
-                    graph = self._captured.get(key) if call["cudagraph_mode"] == CUDAGraphMode.FULL else None
+                    graph = self._captured.get(key) if call.cudagraph_mode == CUDAGraphMode.FULL else None
                     self._compare(before, step, metadata, groups, graph)
             self.pace.ended(begin)
 
@@ -137,50 +130,33 @@ class StateRecorder:
         return found
 
 
-def install() -> None:
-    """Wrap vLLM's model state of hybrid targets, once. Raises UnsupportedVllm if it is not vLLM's own."""
-    cls = MambaHybridModelState
-    for name, arguments in _METHODS.items():
-        method = getattr(cls, name, None)
-        if not callable(method) or not set(arguments) <= set(inspect.signature(method).parameters):
-            raise UnsupportedVllm(
-                "ATTN_BACKENDS_VALIDATE=1 supports the hybrid targets of a released vLLM, this one differs in: "
-                f"{cls.__name__}.{name}. Install {requirement()}, or unset the variable."
-            )
-    if not hasattr(cls.prepare_attn, "_validated"):
-        cls.add_request, cls.prepare_attn = _watched_add(cls.add_request), _watched_build(cls.prepare_attn)
-
-
 def recorder_of(state: Any) -> StateRecorder:
     """Return the model state's recorder, made on first use."""
-    if "attn_backends_recorder" not in vars(state):
-        state.attn_backends_recorder = StateRecorder(state)
-    found: StateRecorder = state.attn_backends_recorder
-    return found
+    return hooks.kept_recorder(state, StateRecorder)
 
 
-def _watched_add(method: Any) -> Any:
-    @wraps(method)
-    def add_request(self: Any, req_index: int, *args: Any, **named: Any) -> Any:
-        recorder_of(self).added(req_index)
-        return method(self, req_index, *args, **named)
-
-    return add_request
+def install() -> None:
+    """Wrap vLLM's model state of hybrid targets, once. Raises UnsupportedVllm if it is not vLLM's own."""
+    hooks.install(_HOOKS, "hybrid targets", recorder_of)
 
 
-def _watched_build(method: Any) -> Any:
-    signature = inspect.signature(method)
+def _add_request(recorder: StateRecorder, run: Run, read: Read) -> Any:
+    recorder.added(read().req_index)
+    return run()
 
-    @wraps(method)
-    def prepare_attn(self: Any, *args: Any, **named: Any) -> Any:
-        metadata = method(self, *args, **named)
-        bound = signature.bind(self, *args, **named)
-        bound.apply_defaults()
-        recorder_of(self).built(metadata, bound.arguments)
-        return metadata
 
-    prepare_attn._validated = True  # type: ignore[attr-defined]
-    return prepare_attn
+def _prepare_attn(recorder: StateRecorder, run: Run, read: Read) -> Any:
+    metadata = run()
+    recorder.built(metadata, read())
+    return metadata
+
+
+_HOOKS: hooks.Hooks = {
+    MambaHybridModelState: {
+        "add_request": (_add_request, "req_index"),
+        "prepare_attn": (_prepare_attn, "input_batch cudagraph_mode attn_groups for_capture"),
+    }
+}
 
 
 def _state_groups(groups: list[list[Any]]) -> list[Any]:

@@ -10,81 +10,32 @@ Here are the hooks in vLLM's speculators, which tell a `RoundRecorder` what happ
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import wraps
-from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
+from attn_backends.engines.vllm import hooks
 from attn_backends.engines.vllm.compat import (
     CUDAGraphMode,
     DFlashSpeculator,
     DraftModelSpeculator,
     TargetDependentARSpeculator,
-    UnsupportedVllm,
     init_logger,
-    requirement,
 )
 from attn_backends.engines.vllm.differences import Round
+from attn_backends.engines.vllm.hooks import Read, Run
 from attn_backends.engines.vllm.recorder import RoundRecorder
 
-Run: TypeAlias = Callable[[], Any]
-"""Runs the method that a hook wraps."""
-Read: TypeAlias = Callable[[], Any]
-"""Returns the method's arguments as attributes: most rounds need none, and binding takes the most time here."""
-Hook: TypeAlias = Callable[[RoundRecorder, Run, Read], Any]
 _log = init_logger("vllm.attn_backends")
 
 
 def recorder_of(speculator: Any) -> RoundRecorder:
     """Return the speculator's recorder, made on first use."""
-    if "attn_backends_recorder" not in vars(speculator):
-        speculator.attn_backends_recorder = RoundRecorder(speculator)
-    found: RoundRecorder = speculator.attn_backends_recorder
-    return found
+    return hooks.kept_recorder(speculator, RoundRecorder)
 
 
 def install() -> None:
     """Wrap vLLM's speculators, once. Raises UnsupportedVllm if one is not vLLM's own."""
-    wrong = [
-        f"{cls.__name__}.{name}"
-        for cls, hooks in _HOOKS.items()
-        for name, (_, arguments) in hooks.items()
-        if not _takes(getattr(cls, name, None), arguments.split())
-    ]
-    if wrong:
-        raise UnsupportedVllm(
-            "ATTN_BACKENDS_VALIDATE=1 supports the speculators of a released vLLM, this one differs in: "
-            f"{', '.join(wrong)}. Install {requirement()}, or unset the variable."
-        )
-    for cls, hooks in _HOOKS.items():
-        for name, (hook, _) in hooks.items():
-            _wrap(cls, name, hook)
-    _wrap(DraftModelSpeculator, "set_attn", _set_attn)
-
-
-def _takes(method: Any, arguments: list[str]) -> bool:
-    return callable(method) and set(arguments) <= set(inspect.signature(method).parameters)
-
-
-def _wrap(cls: type, name: str, hook: Hook) -> None:
-    """Make calls of the method go through the hook, with the speculator's recorder."""
-    method = getattr(cls, name)
-    if getattr(method, "_hook", None) is hook:
-        return
-    signature = inspect.signature(method)
-
-    @wraps(method)
-    def wrapped(self: Any, *args: Any, **named: Any) -> Any:
-        def read() -> Any:
-            bound = signature.bind(self, *args, **named)
-            bound.apply_defaults()
-            return SimpleNamespace(**{**bound.arguments, "self": self})
-
-        return hook(recorder_of(self), lambda: method(self, *args, **named), read)
-
-    wrapped._hook = hook  # type: ignore[attr-defined]
-    setattr(cls, name, wrapped)
+    hooks.install(_HOOKS, "speculators", recorder_of)
+    hooks.wrap(DraftModelSpeculator, "set_attn", _set_attn, recorder_of)
 
 
 def _set_attn(recorder: RoundRecorder, run: Run, read: Read) -> Any:
@@ -159,7 +110,7 @@ def _round_of_block(call: Any) -> Round | None:
     return Round((padded, 0), batch.num_reqs, padded, query_len, 0, batch.seq_lens_cpu_upper_bound)
 
 
-_HOOKS: dict[type[Any], dict[str, tuple[Hook, str]]] = {
+_HOOKS: hooks.Hooks = {
     TargetDependentARSpeculator: {
         "capture": (_capture, ""),
         "_generate_fused_drafts": (_forward_of_steps, "num_tokens_padded attn_metadata num_speculative_steps"),
@@ -172,4 +123,3 @@ _HOOKS: dict[type[Any], dict[str, tuple[Hook, str]]] = {
         "propose": (_propose_block, ""),
     },
 }
-"""The hook of each method, and the arguments that it reads."""
