@@ -21,23 +21,17 @@ Hooks: TypeAlias = Mapping[type[Any], Mapping[str, tuple[Callable[[Any, Run, Rea
 
 def install(hooks: Hooks, of: str, recorder_of: Callable[[Any], Any]) -> None:
     """Wrap the methods, once. of: what the classes are. Raises UnsupportedVllm if one is not vLLM's own."""
-    wrong = [
-        f"{cls.__name__}.{name}"
-        for cls, methods in hooks.items()
-        for name, (_, arguments) in methods.items()
-        if not _takes(getattr(cls, name, None), arguments.split())
-    ]
-    if wrong:
+    methods = [(cls, name, *hook) for cls, named in hooks.items() for name, hook in named.items()]
+    if wrong := [f"{cls.__name__}.{name}" for cls, name, _, read in methods if not _takes(cls, name, read.split())]:
         raise UnsupportedVllm(
             f"ATTN_BACKENDS_VALIDATE=1 supports the {of} of a released vLLM, this one differs in: "
             f"{', '.join(wrong)}. Install {requirement()}, or unset the variable."
         )
-    for cls, methods in hooks.items():
-        for name, (hook, _) in methods.items():
-            wrap(cls, name, hook, recorder_of)
+    for cls, name, hook, _ in methods:
+        wrap(cls, name, hook, recorder_of)
 
 
-def kept_recorder(owner: Any, make: Callable[[Any], R]) -> R:
+def kept_recorder(make: Callable[[Any], R], owner: Any) -> R:
     """Return an object's recorder, made on first use."""
     if "attn_backends_recorder" not in vars(owner):
         owner.attn_backends_recorder = make(owner)
@@ -65,5 +59,6 @@ def wrap(cls: type, name: str, hook: Callable[[Any, Run, Read], Any], recorder_o
     setattr(cls, name, wrapped)
 
 
-def _takes(method: Any, arguments: list[str]) -> bool:
+def _takes(cls: type, name: str, arguments: list[str]) -> bool:
+    method = getattr(cls, name, None)
     return callable(method) and set(arguments) <= set(inspect.signature(method).parameters)

@@ -10,22 +10,17 @@ comparison first waits for queued device work, which counts too: if the host lim
 
 
 class Pace:
-    """Says when it is time to compare again. seconds: of all comparisons so far."""
+    """Says when it is time to compare again. clock: returns seconds. seconds: of all comparisons so far."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.seconds, self.next = 0.0, -float("inf")
-        self._clock = clock
+        self.clock, self.seconds, self.next = clock, 0.0, -float("inf")
 
     @property
     def due(self) -> bool:
-        return self._clock() >= self.next
-
-    def now(self) -> float:
-        """Return the time at which a comparison begins, for `ended`."""
-        return self._clock()
+        return self.clock() >= self.next
 
     def ended(self, begin: float) -> None:
-        """Count the comparison that began then."""
-        now = self._clock()
+        """Count the comparison that began at this time of the clock."""
+        now = self.clock()
         self.seconds += now - begin
         self.next = now + (now - begin) / SHARE

@@ -72,7 +72,7 @@ class RoundRecorder:
     def _compare(self, done: Round) -> None:
         """Compare, and log the first difference."""
         # Detecting a dummy reads from the device, which can still be busy: the wait counts.
-        begin = self.pace.now()
+        begin = self.pace.clock()
         is_dummy = self._is_dummy(done)
         if not is_dummy:
             self.found = next(self._differences(done), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ class StateRecorder:
             return
         before, self._before = self._before, None
         if not (self.paused or self.found) and (before is not None or self.pace.due):
-            begin = self.pace.now()
+            begin = self.pace.clock()
             # A batch that is no requests', as vLLM runs alongside other ranks, has no indices.
             if batch.num_reqs and not bool((batch.idx_mapping[: batch.num_reqs] < 0).any()):
                 step = _step(batch)
@@ -130,9 +131,7 @@ class StateRecorder:
         return found
 
 
-def recorder_of(state: Any) -> StateRecorder:
-    """Return the model state's recorder, made on first use."""
-    return hooks.kept_recorder(state, StateRecorder)
+recorder_of = partial(hooks.kept_recorder, StateRecorder)
 
 
 def install() -> None:

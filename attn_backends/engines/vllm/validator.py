@@ -10,6 +10,7 @@ Here are the hooks in vLLM's speculators, which tell a `RoundRecorder` what happ
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from attn_backends.engines.vllm import hooks
@@ -27,9 +28,7 @@ from attn_backends.engines.vllm.recorder import RoundRecorder
 _log = init_logger("vllm.attn_backends")
 
 
-def recorder_of(speculator: Any) -> RoundRecorder:
-    """Return the speculator's recorder, made on first use."""
-    return hooks.kept_recorder(speculator, RoundRecorder)
+recorder_of = partial(hooks.kept_recorder, RoundRecorder)
 
 
 def install() -> None:
