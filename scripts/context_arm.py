@@ -3,8 +3,6 @@ vllm_figures.py."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import sys
 import time
@@ -107,20 +105,17 @@ def engine_options(arm: ContextArm) -> dict[str, Any]:
     same = vllm_arm.Arm(
         arm.draft, arm.steps, arm.size, arm.kept, requests=arm.requests, compiled=arm.compiled, kind=arm.kind
     )
-    options = vllm_arm.engine_options(same)
     positions = max(arm.contexts) + NEW_TOKENS + 2 * (1 + arm.steps)
+    options = vllm_arm.engine_options(same, positions)
     attention: dict[str, Any] = {"backend": arm.target}
     if arm.version:
         attention["flash_attn_version"] = arm.version
     # All of the GPU's memory, for 8 long contexts.
     del options["kv_cache_memory_bytes"]
     options |= {
-        "model": vllm_arm.model_folder(arm.size, positions=positions), "max_model_len": positions,
-        "max_num_seqs": max(arm.requests), "gpu_memory_utilization": 0.88, "enable_prefix_caching": True,
-        "attention_config": attention,
+        "max_model_len": positions, "max_num_seqs": max(arm.requests), "gpu_memory_utilization": 0.88,
+        "enable_prefix_caching": True, "attention_config": attention,
     }  # fmt: skip
-    if arm.draft and vllm_arm.KINDS[arm.kind]:
-        options["speculative_config"]["model"] = vllm_arm.model_folder(arm.size, kind=arm.kind, positions=positions)
     return options
 
 
@@ -146,13 +141,8 @@ def context_arms() -> list[ContextArm]:
 
 def context_problems(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return each arm that failed."""
-    return [f"{each['arm']['name']}: ended with {each['exit_status']}" for each in found if not each["rows"]]
+    return vllm_arm.failures(found)
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    settings = {**given, "contexts": tuple(given["contexts"]), "requests": tuple(given["requests"])}
-    Path(sys.argv[2]).write_text(json.dumps(measure(ContextArm(**settings))))
-    # Do not wait for the engine's threads.
-    sys.stdout.flush()
-    os._exit(0)
+    vllm_arm.run_arm(ContextArm, measure)

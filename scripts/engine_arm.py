@@ -327,16 +327,11 @@ def _plugged_arms(drafted: dict[str, Any], bits: dict[str, Any]) -> Iterator[Eng
 
 def engine_problems(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return each arm that failed, and each of ours whose Llama runs elsewhere than on this library's layers."""
-    failed = [f"{each['arm']['name']}: ended with {each['exit_status']}" for each in found if not each["rows"]]
     ours = [each for each in found if each["arm"]["engine"] == OURS and each["rows"]]
     llamas = [each for each in ours if each["arm"].get("size", "llama").startswith("llama")]
     elsewhere = [each for each in llamas if "target runs on this library's layers" not in each["explain"]]
-    return [*failed, *(f"{each['arm']['name']}: {each['explain'][0]}" for each in elsewhere)]
+    return [*vllm_arm.failures(found), *(f"{each['arm']['name']}: {each['explain'][0]}" for each in elsewhere)]
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    Path(sys.argv[2]).write_text(json.dumps(measure(EngineArm(**{**given, "requests": tuple(given["requests"])}))))
-    # Do not wait for the engine's threads.
-    sys.stdout.flush()
-    os._exit(0)
+    vllm_arm.run_arm(EngineArm, measure)

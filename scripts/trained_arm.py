@@ -3,7 +3,6 @@ TrainedArm as JSON. See vllm_figures.py."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -136,7 +135,7 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
 def trained_problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return every claim that does not hold: an arm that failed, other drafts kept, a greedy text that leaves BASE's
     where its token was no near tie."""
-    messages = [f"{each['arm']['name']}: ended with {each['exit_status']}" for each in found if not each["rows"]]
+    messages = vllm_arm.failures(found)
     for row in compared:
         where = f"{row['backend']}, temperature {row['temperature']:g}"
         if abs(row["kept_ratio"] - 1) > NOISE:
@@ -147,7 +146,4 @@ def trained_problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapp
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(measure(TrainedArm(**json.loads(sys.argv[1])))))
-    # Do not wait for the engine's threads.
-    sys.stdout.flush()
-    os._exit(0)
+    vllm_arm.run_arm(TrainedArm, measure)

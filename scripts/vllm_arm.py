@@ -8,16 +8,17 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attn_backends.engines.vllm import VALIDATE
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
     "llama3-8b": (4096, 14336, 32, 8, 128, 128256, 32),
@@ -189,12 +190,12 @@ def _draft_config(kind: str, vocab: int, layers: int) -> dict[str, Any]:
     return config
 
 
-def engine_options(arm: Arm) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM."""
+def engine_options(arm: Arm, positions: int = 8192) -> dict[str, Any]:
+    """Return the arguments of vllm.LLM. positions: of the models."""
     captured = [size for size in CAPTURED if size <= max(arm.requests) * (1 + arm.steps)]
     uncompiled = {} if arm.compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     options = {
-        "model": model_folder(arm.size), "load_format": "dummy", "skip_tokenizer_init": True,
+        "model": model_folder(arm.size, positions=positions), "load_format": "dummy", "skip_tokenizer_init": True,
         "max_model_len": 4096, "max_num_seqs": max(REQUESTS), "max_num_batched_tokens": 8192, "dtype": "bfloat16",
         "seed": 0, "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 8 << 30, "enable_prefix_caching": False,
         "tensor_parallel_size": arm.num_gpus, "disable_custom_all_reduce": True, "enable_flashinfer_autotune": False,
@@ -208,7 +209,7 @@ def engine_options(arm: Arm) -> dict[str, Any]:
             "num_speculative_tokens": arm.steps, "attention_backend": arm.draft,
         }  # fmt: skip
         if KINDS[arm.kind]:
-            speculation["model"] = model_folder(arm.size, kind=arm.kind)
+            speculation["model"] = model_folder(arm.size, kind=arm.kind, positions=positions)
         if arm.kept:
             # vLLM also counts the target's own token.
             speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1 + arm.kept}
@@ -306,9 +307,19 @@ def _quantiles_us(seconds: list[float]) -> Any:
     return quantiles([1e6 * each for each in seconds[len(seconds) // 4 :]])
 
 
-if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    Path(sys.argv[2]).write_text(json.dumps(measure(Arm(**{**given, "requests": tuple(given["requests"])}))))
+def run_arm(kind: Callable[..., T], measure: Callable[[T], dict[str, Any]]) -> None:
+    """Measure the arm of the command line, and write what was found to its file; then end the process."""
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in json.loads(sys.argv[1]).items()}
+    Path(sys.argv[2]).write_text(json.dumps(measure(kind(**given))))
     # Do not wait for the engine's threads.
     sys.stdout.flush()
     os._exit(0)
+
+
+def failures(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a message for each arm without a result."""
+    return [f"{each['arm']['name']}: ended with {each['exit_status']}" for each in found if not each["rows"]]
+
+
+if __name__ == "__main__":
+    run_arm(Arm, measure)

@@ -63,7 +63,7 @@ from scripts.on_gpus import run_on_gpus
 from scripts.only import chosen
 from scripts.script_report import write_report
 from scripts.trained_arm import TrainedArm, trained_agreement, trained_arms, trained_problems
-from scripts.vllm_arm import ROOT, Arm
+from scripts.vllm_arm import ROOT, Arm, failures
 from spec_decode.environment import environment
 from spec_decode.files import write_whole
 from spec_decode.source_digests import SourceRecord
@@ -306,7 +306,7 @@ def share_differing(compared: Sequence[Mapping[str, Any]], draft: str, kind: str
 
 def problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return every claim that does not hold."""
-    messages = [f"{each['arm']['name']}: ended with {each['exit_status']}" for each in found if not each["rows"]]
+    messages = failures(found)
     plain = {_engine(each): each["graph_mode"] for each in found if not each["arm"]["draft"] and each["rows"]}
     for each in found:
         if each["arm"]["draft"] not in (*GROUPED.ours, *LATENT.ours) or not each["rows"]:
