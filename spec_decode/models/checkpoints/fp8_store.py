@@ -46,11 +46,11 @@ class Fp8Store(TensorStore):
     def open(cls, folder: Path) -> TensorStore:
         """As TensorStore.open: an Fp8Store if config.json describes FP8 weights, else a TensorStore. Reads the sizes of
         all tensors, and the scales. Raises CheckpointError for those that do not fit each other."""
-        layout = read_fp8_layout(ConfigReader(read_config(folder), str(folder / "config.json")))
+        config = read_config(folder)
+        layout = read_fp8_layout(ConfigReader(config, str(folder / "config.json")))
         if layout is None:
-            return TensorStore.open(folder)
-        store = super().open(folder)
-        assert isinstance(store, cls)
+            return TensorStore.of(folder, config)
+        store = cls.of(folder, config)
         store.layout = layout
         fields = {name: value for name, value in store.config.values.items() if name != FIELD}
         store.config = ConfigReader(fields, store.config.place)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from typing_extensions import Self
 
 from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight, joined_rows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
@@ -77,7 +78,12 @@ class TensorStore:
     @classmethod
     def open(cls, folder: Path) -> TensorStore:
         """Read config.json and the tensors' names, but not the tensors. Raises CheckpointError."""
-        config, weights = read_config(folder), weights_file(folder)
+        return cls.of(folder, read_config(folder))
+
+    @classmethod
+    def of(cls, folder: Path, config: dict[str, Any]) -> Self:
+        """As `open`, with the folder's config.json. Raises CheckpointError."""
+        weights = weights_file(folder)
         if weights.suffix == ".json":
             return cls(folder, config, read_index(weights))
         store = cls(folder, config, {})
