@@ -28,8 +28,9 @@ from builders.spec import MAX_TREE_TOKENS
 
 _PROMPT = 16
 """Queries of a request from which the torch implementation leaves the sum to torch's own attention."""
-_PROMPT_ROWS = 128
-"""Rows per tile of a prompt. A tile reads all tokens before it, so fewer rows would make the L2 cache the limit."""
+_MOST_ROWS = 64
+"""Rows per tile. With 128, a prompt of 1,000 tokens takes 1.03 of the time, one of 8,192 tokens 0.95, and registers
+run out (H200)."""
 
 
 class PagedAttentionArguments(NamedTuple):
@@ -256,9 +257,8 @@ class PagedAttentionArguments(NamedTuple):
         group = query.shape[1] // kv_heads
         width = next_power_of_2(query.shape[2]) + next_power_of_2(self.value_cache.shape[3])
         invariant, max_rows = self.batch_invariant, self.max_query_len * group
-        most = _PROMPT_ROWS if self._is_prompt and room.wgmma and width <= 256 else 64
         # tl.dot needs at least 16 rows. A batch-invariant tile must not depend on max_query_len, which varies by batch.
-        block_m = max(16, min(most, next_power_of_2(group if invariant else max_rows)))
+        block_m = max(16, min(_MOST_ROWS, next_power_of_2(group if invariant else max_rows)))
         programs = self.seq_lens.shape[0] * cdiv(max_rows, block_m) * kv_heads * splits
         split_tokens = cdiv(min(self.max_seq_len, self.sliding_window or self.max_seq_len), splits)
         config = tile_config(
@@ -317,9 +317,8 @@ def tile_config(
     """Choose the KV tokens per block and the launch options: the fastest of those tried on an H200.
 
     row_bytes: of a token's key and value; tokens: per split, approximately; one_per_sm: whether no SM has two programs;
-    prompt: whether blocks that all rows see have a loop of their own; its tiles follow from the machine code, and were
-    not timed. wgmma: see `Room`. Without it, registers also hold the operands of 64 rows, and run out with larger
-    tiles.
+    prompt: whether blocks that all rows see have a loop of their own. wgmma: see `Room`. Without it, registers also
+    hold the operands of 64 rows, and run out with larger tiles.
 
     A program alone on its SM is bound by the latency of its loads, and more warps keep more of them in flight. So is
     one of a block or two, where a pipeline only adds latency. Others are bound by bandwidth: fewer stages let more run.
@@ -329,7 +328,10 @@ def tile_config(
         block_n //= 2
     stages = 1 if one_per_sm or tokens <= 2 * block_n else 2
     warps = 8 if one_per_sm and block_m == 16 else 4
-    if prompt and (wgmma or row_bytes >= 512):
+    if prompt and wgmma and row_bytes <= 512:
+        # Small tiles leave room for more programs on an SM: while one takes exponentials, another multiplies.
+        block_n, stages = 32, 2
+    elif prompt and (wgmma or row_bytes >= 512):
         # With a third stage, a block's page numbers are there before its tokens are asked for.
         warps, stages = 8, 3 if wgmma else 2
     elif block_m == 64 and not wgmma:

@@ -15,14 +15,21 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.kernels.linear.fp8_weight import DTYPE, Fp8Weight
+from attn_backends.kernels.linear.streamed_tiling import is_alone
+from builders.devices import room_of
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
 MAX_WIDE_ROWS = 64
-"""Up to this many rows stay in 16 bits: as many as 8 requests with 7 drafts each verify. With 16, 64, 128, 256 and 512
-rows, the products of a layer of Llama-3-8B take 0.80, 1.02, 1.53, 2.19 and 2.79 of torch's time in bf16 if the rows
-stay in 16 bits, and 0.88, 0.88, 0.81, 0.72 and 0.61 in 8 bits; 0.55 with 4,096 (H200)."""
+"""Up to this many rows stay in 16 bits: as many as 8 requests with 7 drafts each verify. With 64, 128, 256 and 512
+rows, the products of a layer of Llama-3-8B take 1.02, 1.53, 2.19 and 2.79 of torch's time in bf16 if the rows stay in
+16 bits, and 0.88, 0.81, 0.72 and 0.61 in 8 bits; 0.55 with 4,096 (H200)."""
+
+MAX_WIDE_ROWS_OF_MANY_OUTPUTS = 32
+"""The same for a weight whose tiles keep every SM busy. With 32 and 64 rows, Llama-3-8B's gate and up take 0.72 and
+0.86 of torch's time in bf16 if the rows stay in 16 bits, and 0.61 and 0.60 in 8 bits, without the activation; its
+output projection 0.70 and 0.80, and 0.72 and 0.58 (H200)."""
 
 MAX_WIDE_SORTED_ROWS = 512
 """The same for rows sorted by expert. With 512 and 2,048 rows, Qwen3-30B's 128 experts take 0.49 and 1.08 of torch's
@@ -33,6 +40,11 @@ _ALIGNMENT = 16
 """torch's products of 8-bit numbers need multiples of this many inputs and outputs."""
 _CAPABILITIES = (9, 10)
 """Major compute capabilities on which torch multiplies 8-bit rows with a scale each."""
+
+
+def most_wide_rows(n: int, device: torch.device) -> int:
+    """Return the most rows that stay in 16 bits, for an 8-bit weight of n rows."""
+    return MAX_WIDE_ROWS if is_alone(n, room_of(device)) else MAX_WIDE_ROWS_OF_MANY_OUTPUTS
 
 
 def multiplies_narrow_rows(x: torch.Tensor, weight: Fp8Weight) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from attn_backends.kernels.linear.batch_invariance import is_batch_invariant
 from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight
-from attn_backends.kernels.linear.narrow_linear import MAX_WIDE_ROWS, multiplies_narrow_rows
+from attn_backends.kernels.linear.narrow_linear import most_wide_rows, multiplies_narrow_rows
 from attn_backends.kernels.linear.skinny_tiling import most_skinny_rows
 from attn_backends.kernels.linear.streamed_tiling import most_rows
 from builders.devices import room_of
@@ -41,7 +41,7 @@ def product_kind(x: torch.Tensor, weight: Weight, *, gated: bool = False, skinny
         return ProductKind.BATCH_INVARIANT
     rows, (n, k) = x.shape[0], weight.shape
     if isinstance(weight, Fp8Weight):
-        if rows > MAX_WIDE_ROWS and multiplies_narrow_rows(x, weight):
+        if rows > most_wide_rows(n, x.device) and multiplies_narrow_rows(x, weight):
             return ProductKind.NARROW
         return ProductKind.SKINNY if skinny and 0 < rows <= most_skinny_rows(n, k) else ProductKind.STREAMED
     if (

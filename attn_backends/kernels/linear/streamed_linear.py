@@ -262,8 +262,9 @@ class StreamedLinear(NamedTuple):
         groups = 0 if self.ends is None else self.weight.shape[0]
         room = room_of(self.x.device)
         tile = tile or streamed_tiling(
-            self.rows, w_rows, inputs, room, groups=groups, itemsize=itemsize, gated=self.gated
-        )
+            self.rows, w_rows, inputs, room, groups=groups, itemsize=itemsize, x_itemsize=self.x.element_size(),
+            gated=self.gated,
+        )  # fmt: skip
         # A share is rounded up to whole blocks of K, so fewer shares than the tiling's can cover K.
         share = cdiv(cdiv(inputs, tile.block_k), tile.shares) * tile.block_k
         return Cut(tile, share, cdiv(inputs, share))

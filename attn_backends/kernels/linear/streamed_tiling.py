@@ -47,6 +47,13 @@ _BLOCK_BYTES = 256
 _BLOCK_K = 128
 """The most inputs per load: 8-bit inputs are converted in registers, which would not hold more."""
 
+_BLOCK_K_OF_FEW = 256
+"""The same for up to 32 rows, which leave registers free, and for more in a program that is alone on its SM."""
+
+_EVEN = 0.9
+"""An 8-bit weight of few outputs is split until tiles keep this share of the SMs busy until the end. 6,144 outputs in
+one share take 2.9 times as long as in four with 8 rows, and 1.7 times with 32 (H200)."""
+
 _MOST_STAGES = 6
 """Tiles in flight for a program that is alone on its SM; more gain nothing."""
 
@@ -93,7 +100,7 @@ def most_rows(n: int, k: int, room: Room, *, gated: bool = False) -> int:
     it holds gate and up."""
     if not (_rows_are_aligned(k, 2) and room.tma):
         return ROWS_OF_ANY_WEIGHT
-    if _is_alone(n, room):
+    if is_alone(n, room):
         pays = k in _MORE_ROWS and k >= 2 * n and _shares(MAX_ROWS, n, k, room, itemsize=2) > 1
         return MAX_ROWS if pays else ROWS_OF_ANY_WEIGHT
     return _most_gated_rows(n, room) if gated else ROWS_OF_ANY_WEIGHT
@@ -110,15 +117,26 @@ def _most_gated_rows(n: int, room: Room) -> int:
 
 @cache
 def streamed_tiling(
-    rows: int, n: int, k: int, room: Room, *, groups: int = 0, itemsize: int = 2, gated: bool = False
+    rows: int,
+    n: int,
+    k: int,
+    room: Room,
+    *,
+    groups: int = 0,
+    itemsize: int = 2,
+    x_itemsize: int = 2,
+    gated: bool = False,
 ) -> StreamedTiling:
-    """Return the tiling for these rows, a weight of n rows of k inputs of itemsize bytes, and a device's room.
+    """Return the tiling for these rows of k inputs of x_itemsize bytes, a weight of n rows of itemsize bytes per input,
+    and a device's room.
 
-    x has at least 2 bytes per input, for any itemsize. groups: weights that rows are sorted by; 0: one weight for all
+    x_itemsize is 2 or 4, and itemsize 1 or the same. groups: weights that rows are sorted by; 0: one weight for all
     rows. gated: the weight holds gate and up.
     """
+    if itemsize == 1 and not groups and rows <= _WHOLE_ROWS:
+        return _tiling_of_8_bits(rows, n, k, room, x_itemsize)
     block_m, block_m2 = (LEAST_ROWS, 0) if groups else row_blocks(rows)
-    alone = _is_alone(n, room) and not groups
+    alone = is_alone(n, room) and not groups
     fills = block_m + block_m2 > MAX_ROWS  # an SM: two programs with this many rows would have too few stages
     shares = _shares(rows, n, k, room, itemsize=itemsize) if alone else 1
     tma = (
@@ -140,7 +158,7 @@ def streamed_tiling(
     elif tma:
         most -= 1
     # Weight rows that would take as much memory as the weight's and x's tiles together.
-    height = block_n + (block_m + block_m2) * max(1, 2 // itemsize)
+    height = block_n + (block_m + block_m2) * (x_itemsize // itemsize)
     if 2 * height * width > room.shared_memory:
         width //= 2  # a device with little shared memory cannot hold two such tiles
     fitting = room.shared_memory // (height * width * (1 if alone or fills else 2))
@@ -148,11 +166,44 @@ def streamed_tiling(
     return StreamedTiling(block_m, block_m2, block_n, width // itemsize, shares, num_warps, stages, tma)
 
 
+def _tiling_of_8_bits(rows: int, n: int, k: int, room: Room, x_itemsize: int) -> StreamedTiling:
+    """Return the tiling for an 8-bit weight and rows of one tile: the fastest of about 110 for the layers of
+    Llama-3-8B, or within a tenth of it (H200; see benchmarks/tune_streamed_linear.py).
+
+    A program waits for a tile, converts it and multiplies it, one after the other. So several small programs share an
+    SM: while one converts, others load.
+    """
+    block_m, tiles, alone = row_blocks(rows)[0], _tiles(n), is_alone(n, room)
+    is_small = block_m == LEAST_ROWS or (block_m == 2 * LEAST_ROWS and not alone)
+    shares, most = 1, _MOST_SHARES if rows < LEAST_ROWS else _FEW_SHARES
+    while alone and shares < most and _in_use(tiles * shares, room) < _EVEN:
+        shares *= 2
+    if alone and is_small and shares < _FEW_SHARES:
+        shares *= 2
+    block_k = _BLOCK_K_OF_FEW if is_small or tiles * shares <= room.num_sms else _BLOCK_K
+    while shares > 1 and cdiv(k, block_k) < _LEAST_BLOCKS * shares:
+        shares //= 2
+    if is_small:
+        stages = 5 if tiles * shares <= 2 * room.num_sms else 3
+    else:
+        stages = 5 if cdiv(k, block_k * shares) > 16 or (block_k, block_m) == (_BLOCK_K, 2 * LEAST_ROWS) else 3
+    size = _BLOCK_N + block_m * x_itemsize
+    if 2 * size * block_k > room.shared_memory:
+        block_k //= 2
+    fitting = room.shared_memory // (size * block_k)
+    return StreamedTiling(block_m, 0, _BLOCK_N, block_k, shares, 2 if is_small else 4, min(stages, fitting))
+
+
+def _in_use(programs: int, room: Room) -> float:
+    """Return the share of the SMs' time in use, if every SM runs its programs in turn."""
+    return programs / (room.num_sms * cdiv(programs, room.num_sms))
+
+
 def _tiles(n: int) -> int:
     return cdiv(n, _BLOCK_N)
 
 
-def _is_alone(n: int, room: Room) -> bool:
+def is_alone(n: int, room: Room) -> bool:
     """Whether every program of a weight of n rows is alone on its SM."""
     return _tiles(n) <= room.num_sms
 

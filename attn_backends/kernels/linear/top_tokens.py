@@ -58,8 +58,9 @@ class TopTokens(NamedTuple):
             value, index = linear(x, weight)[:, : self.num_tokens].max(-1)
             return torch.where(value.isnan(), torch.inf, value).float(), index
         tile = streamed_tiling(
-            rows, self.num_tokens, x.shape[1], room_of(x.device), itemsize=self.weight.element_size()
-        )
+            rows, self.num_tokens, x.shape[1], room_of(x.device), itemsize=self.weight.element_size(),
+            x_itemsize=x.element_size(),
+        )  # fmt: skip
         (best, index), tiles = self.fake(), cdiv(self.num_tokens, tile.block_n)
         values = x.new_empty(rows, tiles, dtype=torch.float32)
         tokens = x.new_empty(rows, tiles, dtype=torch.int32)

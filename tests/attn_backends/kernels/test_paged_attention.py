@@ -174,7 +174,7 @@ def test_misread_forward_inputs_raise_batch_error(change, message):
 @pytest.mark.parametrize(
     ("row_bytes", "tokens", "alone", "block_m", "tile"),
     [
-        pytest.param(512, 512, False, 128, (64, 8, 3), id="a prompt"),
+        pytest.param(512, 512, False, 64, (32, 4, 2), id="a prompt"),
         pytest.param(1024, 512, False, 64, (32, 8, 3), id="a prompt with wide heads"),
         pytest.param(512, 32, True, 16, (32, 8, 1), id="one request of few KV heads"),
         pytest.param(512, 256, True, 16, (64, 8, 1), id="one request, a longer context"),

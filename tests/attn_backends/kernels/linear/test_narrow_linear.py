@@ -8,6 +8,7 @@ from attn_backends.kernels.linear.fp8_weight import Fp8Weight, widened
 from attn_backends.kernels.linear.linear import gated_linear, linear
 from attn_backends.kernels.linear.product_kind import ProductKind, product_kind
 from attn_backends.kernels.linear.swiglu import swiglu
+from builders.devices import Room
 from spec_decode.model_api import batch_invariance
 from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linear
 
@@ -102,6 +103,14 @@ def test_other_rows_keep_their_bits(x, shape):
     assert product_kind(x, weight) is ProductKind.STREAMED
     wanted = x.float() @ widened(weight.values, weight.scale).T
     torch.testing.assert_close(linear(x, weight).float(), wanted, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tiles", "most"), [(2, 64), (3, 32)])
+def test_weight_of_many_outputs_rounds_fewer_rows(tiles, most, monkeypatch):
+    monkeypatch.setattr(narrow, "room_of", lambda device: Room(2, 232448))
+    weight = Fp8Weight.of(draw(64 * tiles, 32))
+    kinds = [product_kind(draw(rows, 32), weight) for rows in (most, most + 1)]
+    assert kinds == [ProductKind.STREAMED, ProductKind.NARROW]
 
 
 def test_batch_invariant_rows_keep_their_bits():

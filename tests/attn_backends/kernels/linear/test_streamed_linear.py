@@ -20,7 +20,9 @@ from attn_backends.kernels.linear.streamed_tiling import (
     MAX_GATED_ROWS,
     MAX_ROWS,
     ROWS_OF_ANY_WEIGHT,
+    StreamedTiling,
     most_rows,
+    row_blocks,
     streamed_tiling,
 )
 from builders.devices import Room
@@ -175,16 +177,19 @@ def test_nan_gate_stays_nan_under_limit():
 
 @given(
     rows=st.integers(1, MAX_GATED_ROWS), n=st.integers(1, 300000), k=st.integers(1, 40000),
-    groups=st.sampled_from([0, 8]), itemsize=st.sampled_from([1, 2, 4]), gated=st.booleans(),
+    groups=st.sampled_from([0, 8]), itemsizes=st.sampled_from([(1, 2), (1, 4), (2, 2), (4, 4)]), gated=st.booleans(),
     room=st.sampled_from([H200, Room(108, 166912), Room(8, 101376)]),
 )  # fmt: skip
-@example(rows=129, n=1, k=1, groups=0, itemsize=2, gated=False, room=Room(8, 101376))
-def test_every_tiling_fits_its_device(rows, n, k, groups, itemsize, gated, room):
-    tile = streamed_tiling(rows, n, k, room, groups=groups, itemsize=itemsize, gated=gated)
-    size = (tile.block_m + tile.block_m2) * max(2, itemsize) + tile.block_n * itemsize
+@example(rows=129, n=1, k=1, groups=0, itemsizes=(2, 2), gated=False, room=Room(8, 101376))
+def test_every_tiling_fits_its_device(rows, n, k, groups, itemsizes, gated, room):
+    itemsize, x_itemsize = itemsizes
+    tile = streamed_tiling(rows, n, k, room, groups=groups, itemsize=itemsize, x_itemsize=x_itemsize, gated=gated)
+    size = (tile.block_m + tile.block_m2) * x_itemsize + tile.block_n * itemsize
     assert tile.stages * size * tile.block_k <= room.shared_memory
     assert tile.block_m + tile.block_m2 >= (1 if groups else rows)
-    assert tile.shares == 1 or tile.shares * -(-n // tile.block_n) <= room.num_sms
+    programs, blocks = tile.shares * -(-n // tile.block_n), -(-k // tile.block_k)
+    assert tile.stages > 1 and (tile.shares == 1 or blocks >= 2 * tile.shares)
+    assert tile.shares == 1 or programs <= (4 if itemsize == 1 else 1) * room.num_sms
 
 
 @pytest.mark.parametrize(
@@ -198,6 +203,20 @@ def test_every_tiling_fits_its_device(rows, n, k, groups, itemsize, gated, room)
 def test_measured_layer_has_its_fastest_tiling(rows, n, k, shares, stages):
     tile = streamed_tiling(rows, n, k, H200)
     assert (tile.tma, tile.block_n, tile.block_k, tile.shares, tile.stages) == (False, 64, 128, shares, stages)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "warps", "block_k", "shares", "stages"),
+    [
+        (8, 6144, 4096, 2, 256, 4, 3), (8, 4096, 4096, 2, 256, 4, 5), (16, 28672, 4096, 2, 256, 1, 3),
+        (8, 4096, 14336, 2, 256, 4, 5), (8, 128256, 4096, 2, 256, 1, 3), (32, 6144, 4096, 4, 128, 4, 5),
+        (32, 4096, 4096, 4, 256, 2, 3), (32, 28672, 4096, 2, 256, 1, 3), (32, 4096, 14336, 4, 256, 2, 5),
+        (64, 6144, 4096, 4, 128, 4, 3), (64, 4096, 4096, 4, 256, 2, 3),
+    ],
+)  # fmt: skip
+def test_measured_layer_in_8_bits_has_fastest_tiling(rows, n, k, warps, block_k, shares, stages):
+    tile = streamed_tiling(rows, n, k, H200, itemsize=1)
+    assert tile == StreamedTiling(row_blocks(rows)[0], 0, 64, block_k, shares, warps, stages)
 
 
 @pytest.mark.parametrize(
