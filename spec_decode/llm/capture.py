@@ -22,8 +22,8 @@ def capture(engine: Engine, target: TargetModel) -> None:
             raise
         raise CheckpointError(
             f"layer {layer} of the target cannot be captured in a graph: {error} Let the model compute this on the "
-            "device if it can, such as experts with experts_implementation grouped_mm in config.json; or run it "
-            "without graphs, in an Engine with EngineConfig(graph_mode=GraphMode.NONE)."
+            "device if it can, such as experts without experts_implementation in config.json, or in bfloat16; or run "
+            "it without graphs, in an Engine with EngineConfig(graph_mode=GraphMode.NONE)."
         ) from error
 
 

@@ -148,6 +148,7 @@ def load_published_pair(
         check_draft(draft)
         same = check_same_tokens(draft, target, tokenizer)
     target_model: TargetModel
+    runs = "on this library's layers"
     if store is not None and why is None:
         with loading_bar(store.num_bytes, shown=progress) as store.on_read:
             target_model = load_target(store, partial(_states, draft), dtype=dtype, device=device, quantises=quantises)
@@ -158,6 +159,8 @@ def load_published_pair(
         model = load_model(target, dtype=dtype, device=device)
         states = _states(draft, model.config.get_text_config().num_hidden_layers)
         target_model = TransformersTarget(model, aux_hidden_state_layers=states)
+        experts = ", its experts in this library's kernels" if target_model.serves_experts else ""
+        runs = f"in transformers{experts}: {why}"
         attending = [layer for group in target_model.layer_groups(_ANY_PAGE) for layer in group.layers]
         target_model.kv_scales = (TensorStore.open(target) if store is None else store).kv_scales(attending)
     return Pair(
@@ -169,7 +172,7 @@ def load_published_pair(
         token_text(tokenizer),
         partial(_encode_chat, tokenizer, target_model.vocab_size) if tokenizer.chat_template else None,
         _added_tokens(tokenizer, target_model.vocab_size),
-        "on this library's layers" if why is None else f"in transformers: {why}",
+        runs,
         _weights(store, quantises=quantises, dtype=dtype),
     )
 

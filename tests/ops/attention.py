@@ -29,6 +29,9 @@ ROUNDED_ONCE = {
     torch.float16: {"rtol": 2**-10, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2**-7, "atol": 1e-5},
 }
+ROUNDED_PROBABILITIES = CLOSE | {torch.bfloat16: {"rtol": 2**-7, "atol": 2**-6}}
+"""A GPU rounds each probability p to bfloat16, by up to 2^-8 of it, before it multiplies a value v: an output is off by
+up to 2^-8 of the sum of p |v|, which is below 4 in the samples. The interpreter multiplies in fp32."""
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SLOTS = torch.tensor([7, -1, 19, 0])
 OUTSIDE = [torch.tensor([slot, 7, -1, slot]) for slot in (20, 2**40, -2, -(2**40))]
@@ -174,7 +177,7 @@ def paged(spec, batch, splits, masks=None):
     )  # fmt: skip
 
 
-@op("attn_backends::paged_attention", close=CLOSE, strided="query key_cache value_cache")
+@op("attn_backends::paged_attention", close=ROUNDED_PROBABILITIES, strided="query key_cache value_cache")
 def paged_attention():
     for batch, spec, causal in product(BATCHES, (PLAIN, EVERYTHING), (True, False)):
         yield paged(replace(spec, causal=causal), batch, 3)
@@ -195,7 +198,9 @@ def paged_attention():
         yield sample
 
 
-op("attn_backends::tree_attention", close=CLOSE, strided="query key_cache value_cache")(test_tree_attention.samples)
+@op("attn_backends::tree_attention", close=ROUNDED_PROBABILITIES, strided="query key_cache value_cache")
+def tree_attention():
+    return test_tree_attention.samples()
 
 
 def latent(batch, splits=2, *, page_size=4, heads=6, widths=(32, 16), dtype=torch.float32, masks=None, causal=True):

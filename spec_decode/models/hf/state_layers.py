@@ -86,7 +86,11 @@ def _difference(layer: Any, forward: Callable[..., Tensor], spec: StateSpec, hid
     metadata = builder.build(view, absorb=True)
     found = forward(lambda inputs: backend.forward(inputs, cache, metadata, spec=spec), hidden)
     own = type(layer).forward(layer, hidden)  # its own: another target may have wrapped it
-    # Wide enough for the rounding of another order of sums.
-    allowed = (1e-3 if spec.dtype is torch.float32 else 0.05) * own.abs().max()
+    return difference(found, own)
+
+
+def difference(found: Tensor, own: Tensor) -> str:
+    """Return how outputs differ from a layer's own; empty for the rounding of another order of sums."""
+    allowed = (1e-3 if own.dtype is torch.float32 else 0.05) * own.abs().max()
     error = (found - own).abs().max()
     return "" if bool(error <= allowed) else f"its outputs differ by up to {error:.3g} of {own.abs().max():.3g}"

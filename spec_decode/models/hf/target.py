@@ -27,6 +27,7 @@ from spec_decode.model_api import (
 from spec_decode.models.checkpoints.files import CheckpointError, is_finite
 from spec_decode.models.decoder import check_aux_layers
 from spec_decode.models.hf.attention import ATTENTION_NAME, serving, unserved
+from spec_decode.models.hf.experts import serve_experts
 from spec_decode.models.hf.hidden_states import capturing, set_hooks
 from spec_decode.models.hf.state_kinds import STATE_KINDS
 from spec_decode.models.hf.state_layers import STATE_LAYER_TYPES, state_layers, wrap
@@ -49,9 +50,10 @@ class TransformersTarget(TargetModel):
     """A causal language model of `transformers`, in eval mode on one device.
 
     The target takes over the model: it replaces the model's attention and recurrences, and a direct call of the model
-    raises UnservedModel. At construction, each recurrent layer is compared with its own forward, and a forward over two
-    tokens records the attention or recurrence that each layer requests. A forward
-    runs on the device only, so a graph can hold it, unless the library loops over experts (its `eager` experts).
+    raises UnservedModel; on a GPU also its experts, see `serve_experts`. At construction, each layer whose recurrence
+    or experts are replaced is compared with its own forward, and a forward over two tokens records the attention or
+    recurrence that each layer requests. A forward runs on the device only, so a graph can hold it, unless the library
+    computes the experts and reads the host to do so.
     """
 
     def __init__(self, model: PreTrainedModel, *, aux_hidden_state_layers: Sequence[int] | None = None) -> None:
@@ -82,6 +84,8 @@ class TransformersTarget(TargetModel):
         if self.config._attn_implementation != ATTENTION_NAME:
             raise unserved(f"{type(model).__name__} does not use the library's attention interface")
         wrap(state_layers(model), self.hidden_size)
+        self.serves_experts = serve_experts(model, self.embed.weight.device)
+        """Whether this library's kernels compute the experts."""
         self._probe()
         if self.aux_hidden_state_layers is not None:
             set_hooks(self._decoder, self.num_layers, self.aux_hidden_state_layers)
