@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from builders.devices import pinned
 from builders.errors import BatchError, require, require_counts, require_tensor
 from builders.spec import MAX_TREE_TOKENS
 from builders.tables import RequestTables
@@ -188,20 +189,26 @@ class BatchBuffers:
         query, seq = torch.tensor(lens), torch.tensor(seqs)
         row = torch.repeat_interleave(torch.arange(len(lens)), query)
         positions = torch.arange(live_tokens) - starts[row] + (seq - query)[row]
-        self.query_start_loc[: len(starts)].copy_(starts)
+        device = self.positions.device
+        self._fill(self.query_start_loc[: len(starts)], starts)
         self.query_start_loc[len(starts) :].fill_(num_tokens)
         self._query_lens = (*padded, *(0,) * (self.max_reqs - len(padded)))
         self.seq_lens.zero_()
-        self.seq_lens[: len(seqs)].copy_(seq)
+        self._fill(self.seq_lens[: len(seqs)], seq)
         self.positions.zero_()
-        self.positions[:live_tokens].copy_(positions)
+        self._fill(self.positions[:live_tokens], positions)
         self.slot_mappings.fill_(NO_SLOT)
         self.tree_masks.zero_()
-        tables = self.tables.block_tables.cpu().long()
+        # On the device, which has the tables: reading them would wait for all that is enqueued.
+        row, positions = pinned(row, device).to(device, non_blocking=True), self.positions[:live_tokens]
         for group, size in enumerate(self.tables.page_sizes_host):
-            slots = tables[group, row, positions // size] * size + positions % size
-            self.slot_mappings[group, :live_tokens].copy_(slots)
+            pages = self.tables.block_tables[group][row, positions // size].long()
+            self.slot_mappings[group, :live_tokens] = pages * size + positions % size
         self.step.zero_()
+
+    @staticmethod
+    def _fill(buffer: torch.Tensor, host: torch.Tensor) -> None:
+        buffer.copy_(pinned(host.to(buffer.dtype), buffer.device), non_blocking=True)
 
     def require_room(self, num_reqs: int, num_tokens: int) -> None:
         """Raise BatchError for more rows or query tokens than these buffers hold."""

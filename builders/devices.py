@@ -20,9 +20,11 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-def staged(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Copy the values to a device as int64 without a sync; the pinned memory stays alive until the copy has run."""
-    return pinned(torch.tensor(values, dtype=torch.int64, device="cpu"), device).to(device, non_blocking=True)
+def staged(
+    values: Sequence[float] | Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Copy the values to a device without a sync; the pinned memory stays alive until the copy has run."""
+    return pinned(torch.tensor(values, dtype=dtype, device="cpu"), device).to(device, non_blocking=True)
 
 
 def pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -36,7 +36,7 @@ from typing import TypeVar
 import torch
 
 from builders import RequestTables
-from builders.devices import on_own_device
+from builders.devices import on_own_device, staged
 from builders.errors import require, require_type
 from spec_decode.drafter import Drafter, DraftPlan, plan_draft
 from spec_decode.engine.config import EngineConfig, check_models, checked_request, group_options, make_pool
@@ -352,7 +352,7 @@ class Engine:
             return prefilled
         new = [i for i, request in enumerate(prefilled.requests) if not request.handle.generation.token_ids]
         if new:
-            rows, found = torch.tensor(new, device=self.device), prefilled.logprobs
+            rows, found = staged(new, self.device), prefilled.logprobs
             logprobs = None if found is None else TopLogprobs(*(each[rows, None] for each in found))
             requests = [prefilled.requests[i] for i in new]
             self._outputs.add_first_tokens(requests, prefilled.tokens[rows], logprobs, self.target.lost_states())
@@ -377,7 +377,7 @@ class Engine:
             tables.condense(kept_rows, len(added))
         self._batch.condense(kept_rows, added)
         if added:
-            rows = torch.tensor([place_of[request] for request in added], device=self.device)
+            rows = staged([place_of[request] for request in added], self.device)
             lens = [request.prefill_len for request in added]
             self._batch.add(len(kept_rows), lens, prefilled.tokens[rows], prefilled.target_hidden_states[rows])
         self._batched = list(running)

@@ -110,7 +110,7 @@ class InputBatch:
     def condense(self, kept_rows: Sequence[int], new: Sequence[RequestState]) -> None:
         """Move row kept_rows[i] to row i; the rows after them are for the new requests, the rest is padding.
 
-        `add` fills the rows of the new requests. Syncs with the device only if there are any.
+        `add` fills the rows of the new requests.
         """
         order, kept = staged(kept_rows, self.lens.device), len(kept_rows)
         moved = [self.lens, self.max_lens, self.last_tokens, *self.sampling.rows]
@@ -121,7 +121,7 @@ class InputBatch:
             tensor[:kept] = tensor.index_select(0, order)
         self.lens[kept:].zero_()
         self.max_lens[kept:].zero_()
-        self.max_lens[kept : kept + len(new)] = torch.tensor([request.max_len for request in new])
+        self.max_lens[kept : kept + len(new)] = staged([request.max_len for request in new], order.device)
         self.sampling.tail(kept).load([request.handle.request.sampling for request in new])
         self._condense_edits(order, kept_rows, new)
         if self._drafter is not None:
@@ -145,7 +145,7 @@ class InputBatch:
         target_hidden_states  [n, F], at the last token in the cache
         """
         rows = slice(first, first + len(lens))
-        self.lens[rows].copy_(torch.tensor(lens, dtype=torch.int64, device=self.lens.device))
+        self.lens[rows] = staged(lens, self.lens.device)
         # With no draft token accepted, the drafter reads none of them, only the next tokens.
         token_ids = tokens[:, None].expand(-1, self._query_len)
         self.update_requests(rows, token_ids, token_ids[:, 1:], VerifyOutput(torch.zeros_like(tokens), tokens))

@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 
 from builders import RequestTables
+from builders.devices import staged
 from spec_decode.drafter import Drafter
 from spec_decode.engine.request import RequestState
 from spec_decode.engine.scheduler import Chunk
@@ -106,7 +107,7 @@ class Prefill:
         drafter.prefill(self._draft_tables, lens, ends, self._tensor(ids), torch.cat(parts))
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._tables.device)
+        return staged(values, self._tables.device)
 
 
 def _load(tables: RequestTables, groups: Sequence[KVGroup | StateGroup], chunks: Sequence[Chunk]) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from builders import RequestTables
+from builders.devices import staged
 from spec_decode.graphs import Capturable, Factory, GraphManager, SplitOp, default_capture_sizes
 from spec_decode.model_api import Attention, TargetModel, TargetStates
 from spec_decode.paged import GraphMode, StateGroup
@@ -81,7 +82,7 @@ class TargetRunner:
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
         begin = [row for row, (new, length) in enumerate(zip(query_lens, seq_lens, strict=True)) if new == length]
         for index, group in self._states:
-            group.begin(metadata[index].slots[begin])
+            group.begin(metadata[index].slots[staged(begin, tables.device)])
         with self._products():
             states: TargetStates = self.model(token_ids, batch.positions, PagedAttention(self.groups, metadata))
         for index, group in self._states:

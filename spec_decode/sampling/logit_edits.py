@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from builders.devices import pinned, staged
+
 MAX_BIASES = 1024
 """The most biases of a row."""
 
@@ -70,20 +72,20 @@ class LogitEdits(NamedTuple):
 
     def load(self, rows: Sequence[RowEdits]) -> None:
         """Write the first rows and make the others padding, in place; host work, not for a graph."""
-        vocab = self.counts.shape[1]
-        neutral = torch.tensor(Penalties())
+        vocab, device = self.counts.shape[1], self.counts.device
         self.num_biases.fill_(0)
-        self.penalties.copy_(neutral)
+        self.penalties.copy_(staged(Penalties(), device, torch.float32))
         for row, (biases, penalties, prompt, output) in enumerate(rows):
             self.num_biases[row] = len(biases)
             for at, tensor in enumerate((self.bias_tokens, self.biases, self.bias_ends) if biases else ()):
-                tensor[row, : len(biases)] = torch.tensor([bias[at] for bias in biases], dtype=tensor.dtype)
+                tensor[row, : len(biases)] = staged([bias[at] for bias in biases], device, tensor.dtype)
             if penalties != Penalties():
-                self.penalties[row] = torch.tensor(penalties)
+                self.penalties[row] = staged(penalties, device, torch.float32)
                 in_prompt, times = (
                     torch.tensor(tokens, dtype=torch.int64).bincount(minlength=vocab) for tokens in (prompt, output)
                 )
-                self.counts[row] = (2 * times + (in_prompt > 0)).int()
+                counts = (2 * times + (in_prompt > 0)).int()
+                self.counts[row] = pinned(counts, device).to(device, non_blocking=True)
 
     def head(self, rows: int) -> LogitEdits:
         """Return views of the first rows."""

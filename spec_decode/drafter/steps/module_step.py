@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from builders import NO_SLOT, BatchBuffers, RequestTables, advance_state, set_decode_state
+from builders.devices import staged
 from spec_decode.drafter.kernels.gather_accepted import GatherAccepted, gather_accepted
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 from spec_decode.drafter.plan import DraftPlan
@@ -130,9 +131,9 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
         batch, metadata = build_ragged(self.groups, tables, lens, seq_lens)
         ends, slots = list(accumulate(lens)), batch.slot_mappings[0]
         new = [place for query, end in zip(query_lens, ends, strict=True) for place in range(end - query, end)]
-        self.inputs_read.store(slots[torch.tensor(new, device=slots.device)], token_ids, target_hidden_states)
+        self.inputs_read.store(slots[staged(new, slots.device)], token_ids, target_hidden_states)
         token_ids, states = self.inputs_read.load(slots)
-        last, attention = torch.tensor(ends, device=slots.device) - 1, PagedAttention(self.groups, metadata)
+        last, attention = staged(ends, slots.device) - 1, PagedAttention(self.groups, metadata)
         with self.products():
             states = self.model.combine(states)
             for index, module in enumerate(self._modules):
