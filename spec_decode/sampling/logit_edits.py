@@ -66,7 +66,7 @@ class LogitEdits(NamedTuple):
             bias_tokens=torch.zeros(max_reqs, MAX_BIASES, dtype=torch.int32, device=device),
             biases=torch.zeros(max_reqs, MAX_BIASES, dtype=torch.float32, device=device),
             bias_ends=torch.zeros(max_reqs, MAX_BIASES, dtype=torch.int64, device=device),
-            penalties=torch.tensor(Penalties(), device=device).repeat(max_reqs, 1),
+            penalties=staged(Penalties(), torch.device(device), torch.float32).repeat(max_reqs, 1),
             counts=torch.zeros(max_reqs, vocab_size, dtype=torch.int32, device=device),
         )
 
