@@ -36,7 +36,8 @@ SIZES = {
 """hidden_size, intermediate_size, heads, KV heads, head_dim, vocab_size, layers.
 
 llama-1b has the shape of Llama-3.2-1B, and dim-256 the heads of Qwen3.5's attention layers. qwen3.5 is four layers of
-the published width, three with recurrent states and one with attention, plus the published MTP layer.
+the published width, three with recurrent states and one with attention, plus the published MTP layer. vLLM computes its
+prompts' states by Triton's kernels.
 
 deepseek-v3 is the first four of the 61 published layers, three dense and one with experts, plus the published MTP
 layer, also with experts: 53 GB in bfloat16, which fits an H100. -shard is one GPU's part of it under tensor parallelism
@@ -203,6 +204,9 @@ def engine_options(arm: Arm, positions: int = 8192) -> dict[str, Any]:
         "attention_config": {"backend": arm.target},
         "compilation_config": {"cudagraph_capture_sizes": captured} | uncompiled,
     }  # fmt: skip
+    if "qwen3.5" in arm.size:
+        # FlashInfer's kernels for prompts, which vLLM takes on Hopper, need a CUDA compiler on the machine.
+        options["gdn_prefill_backend"] = "triton"
     if arm.draft:
         speculation: dict[str, Any] = {
             "method": "dflash" if arm.kind.startswith("dflash") else arm.kind.rpartition("-")[2],
