@@ -13,6 +13,7 @@ same happens with a WHILE node around a single torch product, which runs correct
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import random
@@ -35,8 +36,10 @@ from unittest import mock
 import pytest
 import torch
 
+from attn_backends import state_names
 from scripts.free_places import share
 from spec_decode.cli.main import main as attn_backends
+from spec_decode.conformance import state_checks
 from spec_decode.conformance.report import Report
 from spec_decode.graphs import cuda
 from spec_decode.paged import GraphMode
@@ -46,7 +49,9 @@ from tests.import_graph import ROOT
 from tests.spec_decode.matrix.evidence import report, result
 
 SCHEMA = "attn-memcheck/2"
-CHECKED = tuple(f"spec_decode.conformance.{name}_checks" for name in ("builder", "drafter", "graph", "numerics"))
+CHECKED = tuple(
+    f"spec_decode.conformance.{name}_checks" for name in ("builder", "drafter", "graph", "numerics", "state")
+)
 """Where the checks that are watched are defined."""
 UNCAPTURED = "uncaptured"
 PARTS = {
@@ -55,7 +60,9 @@ PARTS = {
     "rounds of 3 requests": ("drafter.strategies_agree[[]k[1-8]-n3[]]",),
     "rounds of 7 requests": ("drafter.strategies_agree[[]k[1-8]-n7[]]",),
 }
-"""The checks of each process of a backend, by pattern. Under the sanitizer, and only there, a process never frees a
+STATE_PARTS = {UNCAPTURED: ("state.[!gs]*", "state.slots_*", "state.snapshots_*"), "graphs": ("state.graph_*",)}
+"""The checks of each process of a backend, by pattern; those of recurrent state that repeat steps by the hundred are
+left out. Under the sanitizer, and only there, a process never frees a
 drafter: FlashInfer's take 2 GB per check of rounds."""
 VERIFIERS = ("rejection", "block", "synthetic:2")
 REQUESTS = 12
@@ -81,7 +88,7 @@ def targets(names: Sequence[str]) -> Iterator[Target]:
     here = ("-m", "tests.gpu.test_memcheck")
     yield Target("values out of range", (*here, "values"))
     for name in names:
-        for part, patterns in PARTS.items():
+        for part, patterns in (STATE_PARTS if name in state_names() else PARTS).items():
             only = [word for pattern in patterns for word in ("--only", pattern)]
             # Not isolated: HostLoop replaces WhileGraph in this process only.
             check_it = (*here, "check", name, "--no-isolate", "--device", "cuda", *only)
@@ -173,7 +180,8 @@ def sanitize_all(names: Sequence[str], write: Callable[..., None]) -> list[dict[
         row = sanitize(gpu, target)
         with lock:
             rows.append(row)
-            content = {"finished": len(rows) == len(watched), "checks": PARTS, "targets": rows}
+            checks = {"checks": PARTS, "state_checks": STATE_PARTS}
+            content = {"finished": len(rows) == len(watched), **checks, "targets": rows}
             write(SCHEMA, roots=roots, backends=names, **content)
 
     share(visible.split(",") * jobs_per_gpu(), watched, run_on)
@@ -181,8 +189,10 @@ def sanitize_all(names: Sequence[str], write: Callable[..., None]) -> list[dict[
 
 
 @pytest.mark.gpu
-def test_memcheck_reports_no_errors(backends, write_report):
-    assert not [row for row in sanitize_all(backends, write_report) if row["errors"] != 0 or not row["finished"]]
+def test_memcheck_reports_no_errors(backends, request, write_report):
+    default = request.config.getoption("--attn-backend") in ("available", "all")
+    names = [*backends, *(state_names() if default else ())]
+    assert not [row for row in sanitize_all(names, write_report) if row["errors"] != 0 or not row["finished"]]
 
 
 def main(what: str, *arguments: str) -> None:
@@ -223,6 +233,16 @@ def test_uncaptured_targets_disable_caching_allocator():
         **{f"engine, {verifier}, graph mode none": False for verifier in ("rejection", "block", "synthetic:2")},
         **{f"engine, {verifier}, graph mode full": True for verifier in ("rejection", "block", "synthetic:2")},
     }
+
+
+def test_states_have_checks_of_their_own():
+    found = {target.name: target.arguments for target in targets(["torch_state"]) if target.checks}
+    functions = (name for name, each in vars(state_checks).items() if getattr(each, "__module__", "") == CHECKED[-1])
+    names = [f"state.{name}" for name in functions if not name.startswith("_")]
+    chosen = {name: {each for word in words for each in fnmatch.filter(names, word)} for name, words in found.items()}
+    assert chosen["torch_state, graphs"] == {"state.graph_replays_over_other_batches"}
+    assert {"state.padding_stays_inert", "state.trees_follow_the_path"} <= chosen["torch_state, uncaptured"]
+    assert not chosen["torch_state, uncaptured"] & chosen["torch_state, graphs"]
 
 
 CLEAN, WRONG = (
