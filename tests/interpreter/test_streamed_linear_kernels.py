@@ -44,12 +44,24 @@ def takes(form, narrow, cut):
     return cut is None or not ((narrow and cut.tma) or (form not in WHOLE and cut != tile()))
 
 
+ROUNDED = {
+    "one row, by the device": (1, 21, 300, BF16, None),
+    "rows in two parts, by the device": (70, 21, 300, FP16, None),
+    "copied, by the device": (130, 21, 304, BF16, None),
+    "partial tiles": (5, 37, 50, BF16, tile()),
+    "partial tiles, three shares": (5, 37, 50, FP16, tile(3)),
+    "two whole parts, two shares": (32, 37, 50, BF16, tile(2, 16)),
+    "copied, a part and a row": (17, 37, 80, FP16, replace(tile(1, 16, tma=True), block_k=32)),
+    "copied, two shares": (17, 37, 80, BF16, replace(tile(2, 16, tma=True), block_k=32)),
+}
+"""Of rows that are rounded to 8 bits."""
+
 CASES = [
-    pytest.param(form, narrow, *cut, id=f"{form}{'-fp8' * narrow}-{name}")
+    pytest.param(form, bits, *cut, id=f"{form}-{bits}-{name}")
     for form in FORMS
-    for narrow in (False, True)
-    for name, cut in CUTS.items()
-    if takes(form, narrow, cut[-1])
+    for bits, cuts in {"16 bits": CUTS, "fp8": CUTS, "rounded": ROUNDED}.items()
+    for name, cut in cuts.items()
+    if takes(form, bits == "fp8", cut[-1])
 ]
 
 
@@ -66,17 +78,17 @@ def tma_launches(monkeypatch):
     return launches
 
 
-@pytest.mark.parametrize(("form", "narrow", "rows", "n", "k", "dtype", "cut"), CASES)
-def test_every_streamed_form_is_right_in_every_tiling(form, narrow, rows, n, k, dtype, cut, tma_launches):
-    arguments = make_arguments(form, rows, n, k, BF16 if narrow and dtype is FP32 else dtype)
-    arguments = in_8_bits(arguments) if narrow else arguments
+@pytest.mark.parametrize(("form", "bits", "rows", "n", "k", "dtype", "cut"), CASES)
+def test_every_streamed_form_is_right_in_every_tiling(form, bits, rows, n, k, dtype, cut, tma_launches):
+    arguments = make_arguments(form, rows, n, k, BF16 if bits == "fp8" and dtype is FP32 else dtype)
+    arguments = arguments if bits == "16 bits" else in_8_bits(arguments)._replace(round_x=bits == "rounded")
     assert_exact(arguments.launch(cut), arguments)
-    assert len(tma_launches) == (cut is not None and cut.tma)
+    assert len(tma_launches) == (cut.tma if cut else rows == 130 and form in WHOLE)
 
 
-@pytest.mark.parametrize("form", WHOLE)
-def test_fp8_rows_beyond_one_launch_are_right(form):
-    arguments = in_8_bits(make_arguments(form, 163, 37, 50, FP16))
+@pytest.mark.parametrize(("form", "rows"), [*((form, 163) for form in WHOLE), ("residual", 258)])
+def test_fp8_rows_beyond_one_launch_are_right(form, rows):
+    arguments = in_8_bits(make_arguments(form, rows, 37, 50, FP16))._replace(round_x=rows == 258)
     assert_exact(arguments.launch(), arguments)
 
 
