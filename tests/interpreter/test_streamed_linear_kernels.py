@@ -1,5 +1,6 @@
 """The streamed_linear kernels compared with float64."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from attn_backends.kernels.linear import streamed_linear
 from attn_backends.kernels.linear.streamed_shares import StreamedShares, SumShares
 from attn_backends.kernels.linear.streamed_tiling import StreamedTiling, row_blocks, streamed_tiling
-from builders.devices import room_of
+from benchmarks import random_product, tune_streamed_linear
+from builders.devices import Room, room_of
 from tests.attn_backends.kernels.linear.streamed_oracle import FORMS, assert_exact, exact, in_8_bits, make_arguments
 from tests.factories import CPU
 from tests.ops.questions import Placed
@@ -188,3 +190,34 @@ def test_no_sorted_rows_give_empty_result():
     arguments = make_arguments("groups", 1, 21, 50)
     empty = arguments._replace(x=arguments.x[:0], ends=torch.zeros(5, dtype=torch.int32))
     assert empty.launch().shape == (0, 21)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_tuner_tries_tilings_and_notices_a_wrong_one(bits, monkeypatch):
+    for module in (random_product, tune_streamed_linear):
+        monkeypatch.setattr(module, "DEVICE", CPU)
+    monkeypatch.setattr(tune_streamed_linear, "_PROGRAMS", ((64, 4),))
+    monkeypatch.setattr(tune_streamed_linear, "_SHARES", (1, 4))
+    shape = tune_streamed_linear.StreamedProduct(34, 40, 64, True, bits)
+    tilings = tune_streamed_linear.compiled(shape)
+    assert tilings == shape.tilings() and len({(tile.block_k, tile.shares, tile.tma) for tile in tilings}) > 3
+    launch = streamed_linear.StreamedLinear.launch
+    monkeypatch.setattr(streamed_linear.StreamedLinear, "launch", lambda self, tile: launch(self, tile) * math.e)
+    with pytest.raises(AssertionError):
+        tune_streamed_linear.compiled(shape)
+
+
+@pytest.mark.parametrize(
+    ("rows", "block_n", "warps"), [(8, (64, 128), (4,)), (128, (64, 128), (4, 8)), (256, (128,), (8,))]
+)
+def test_tuner_skips_tilings_that_cannot_be_best(rows, block_n, warps, monkeypatch):
+    room = Room(132, 232448)
+    monkeypatch.setattr(tune_streamed_linear, "room_of", lambda device: room)
+    own, *others = tune_streamed_linear.StreamedProduct(rows, 4096, 4096, False, 8).tilings()
+    assert own == streamed_tiling(rows, 4096, 4096, room, itemsize=1, x_itemsize=1) and own not in others
+    assert {each.block_n for each in others} == {*block_n} and {each.num_warps for each in others} == {*warps}
+    assert {each.tma for each in others} == ({False, True} if rows == 128 else {rows > 128})
+    for tile in others:
+        assert tile.stages * (tile.block_n + max(16, rows)) * tile.block_k <= room.shared_memory
+        assert 66 <= tile.shares * 4096 / tile.block_n <= 264
+    assert len(others) < 50
