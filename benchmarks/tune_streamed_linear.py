@@ -61,15 +61,16 @@ class StreamedProduct(RandomProduct):
 
     def _narrow(self, own: StreamedTiling) -> Iterator[StreamedTiling]:
         """Yield tilings for rows in 8 bits, without those that cannot be the best: they leave registers or SMs unused
-        or have too few, read many rows once for every 64 outputs, or halve a tile of 64 for a gate."""
+        or have too few, read many rows once for every 64 outputs, halve a tile of 64 for a gate, or load few rows by
+        the copy engine or many without it."""
         room, rows = room_of(DEVICE), own.block_m + own.block_m2
-        programs = [(64, 4), (128, 4)] * (rows <= 128) + [(128, 8)] * (rows > 32)
-        loads = (False, True) if 32 <= rows <= 128 else (rows > 128,)
+        programs = [(64, 4), (128, 4)] * (rows <= 128) + [(128, 8)] * (rows >= 128) + [(256, 8)] * (32 < rows <= 128)
+        loads = (False, True) if 32 < rows < 128 else (rows >= 128,)
         for (n, warps), (k, most), shares, tma in product(programs, ((128, 6), (256, 3)), _SHARES, loads):
             busy = shares * cdiv(self.n, n) / room.num_sms
             fitting = min(most, room.shared_memory // ((n + rows) * k))
             asynchronous = n >= 64 * (2 if tma and self.gated else 1)
-            if fitting > 1 and asynchronous and busy >= 0.5 and (shares == 1 or busy <= 2):
+            if fitting > 1 and asynchronous and busy >= 0.45 and (shares == 1 or busy <= 1.5):
                 for stages in (fitting, max(2, fitting - 2)):
                     yield replace(own, block_n=n, num_warps=warps, block_k=k, shares=shares, stages=stages, tma=tma)
 

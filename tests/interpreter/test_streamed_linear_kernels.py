@@ -207,17 +207,18 @@ def test_tuner_tries_tilings_and_notices_a_wrong_one(bits, monkeypatch):
         tune_streamed_linear.compiled(shape)
 
 
-@pytest.mark.parametrize(
-    ("rows", "block_n", "warps"), [(8, (64, 128), (4,)), (128, (64, 128), (4, 8)), (256, (128,), (8,))]
-)
+KEPT = [(8, (64, 128), (4,)), (64, (64, 128, 256), (4, 8)), (256, (128,), (8,))]
+
+
+@pytest.mark.parametrize(("rows", "block_n", "warps"), KEPT)
 def test_tuner_skips_tilings_that_cannot_be_best(rows, block_n, warps, monkeypatch):
     room = Room(132, 232448)
     monkeypatch.setattr(tune_streamed_linear, "room_of", lambda device: room)
     own, *others = tune_streamed_linear.StreamedProduct(rows, 4096, 4096, False, 8).tilings()
     assert own == streamed_tiling(rows, 4096, 4096, room, itemsize=1, x_itemsize=1) and own not in others
     assert {each.block_n for each in others} == {*block_n} and {each.num_warps for each in others} == {*warps}
-    assert {each.tma for each in others} == ({False, True} if rows == 128 else {rows > 128})
+    assert {each.tma for each in others} == ({False, True} if rows == 64 else {rows > 64})
     for tile in others:
         assert tile.stages * (tile.block_n + max(16, rows)) * tile.block_k <= room.shared_memory
-        assert 66 <= tile.shares * 4096 / tile.block_n <= 264
+        assert 60 <= tile.shares * 4096 / tile.block_n <= 198
     assert len(others) < 50

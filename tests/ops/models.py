@@ -220,7 +220,7 @@ def streamed_shares():
         product = streamed_oracle.make_arguments("plain", rows, 21, 600, torch.bfloat16)
         for operands_of in (product, streamed_oracle.in_8_bits(product)):
             yield operands_of.x, operands_of.weight, operands_of.scale, False
-    wide = streamed_oracle.in_8_bits(streamed_oracle.make_arguments("plain", 5, 21, 1030, torch.bfloat16))
+    wide = streamed_oracle.in_8_bits(streamed_oracle.make_arguments("plain", 5, 21, 1290, torch.bfloat16))
     yield wide.x, wide.weight, wide.scale, True
 
 

@@ -71,8 +71,8 @@ _LEAST_BLOCKS = 2
 """The fewest tiles in a share of K: with one, a program would wait for memory with nothing to overlap."""
 
 _MOST_NARROW_SHARES = 8
-_LEAST_NARROW_BLOCKS = 4
-"""The same for rows in 8 bits, whose tiles are half as large."""
+_LEAST_NARROW_BLOCKS = 5
+"""The same for rows in 8 bits: with fewer, reading a share would take no longer than adding the shares up."""
 
 _FEW_SHARES = 4
 _BLOCKS_OF_MANY = 5
@@ -206,9 +206,10 @@ def _tiling_of_8_bits(rows: int, n: int, k: int, room: Room, x_itemsize: int) ->
 def _tiling_of_8_bit_rows(rows: int, n: int, k: int, room: Room) -> StreamedTiling:
     """Return the tiling for rows and a weight in 8 bits, which tensor cores read from shared memory as they are.
 
-    Chosen by what programs read, and from their machine code, and not yet timed. For every tile of the weight, its rows
-    of x come from the L2 cache: together n k M / block_n bytes, which with 64 rows and tiles of 64 is as much as the
-    weight. So more rows have tiles of 128. Each program is alone on its SM, with as many stages as fit.
+    Chosen from machine code, which has no conversions and no spills, and by counting bytes; not yet timed. Every tile
+    of the weight reads all of x from the L2 cache, together n k rows / block_n bytes: with 64 rows and tiles of 64 as
+    much as the weight. So more rows have tiles of 128. Shares are written and read in fp32, 8 n rows bytes for each. So
+    they give an SM one program at most, with as many stages as fit.
     """
     (block_m, block_m2), many = row_blocks(rows), rows > _WHOLE_ROWS
     block_n, block_k, shares = _BLOCK_N * (2 if many else 1), _BLOCK_K, 1

@@ -12,7 +12,7 @@ from attn_backends.kernels.linear.streamed_tiling import MAX_NARROW_ROWS
 from attn_backends.kernels.linear.swiglu import swiglu
 from builders.devices import Room
 from spec_decode.model_api import batch_invariance
-from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linear
+from spec_decode.models.layers.linear import ResidualLinear, grouped_gated_linear, grouped_linear, joined
 
 MANY, STREAMED = narrow.MAX_WIDE_ROWS + 1, ProductKind.NARROW_STREAMED
 
@@ -81,6 +81,18 @@ def test_many_rows_are_multiplied_in_8_bits(dtype, count, kind):
         torch.testing.assert_close(found.float(), sums, rtol=2**-6, atol=2**-7)
     # And their rounding shows, so that this is not another kernel's result.
     assert (linear(x, weight).float() - x.float() @ wide.T).norm() > 0.01 * wanted.norm()
+
+
+@pytest.mark.parametrize(("inputs", "shares"), [(1280, 2), (512, None)])
+def test_residual_layer_leaves_shares_of_rounded_rows_to_next_norm(inputs, shares):
+    layer, x, residual = ResidualLinear(inputs, 48), draw(MANY, inputs), draw(MANY, 48, seed=3)
+    del layer.weight
+    layer.weight = Fp8Weight.of(draw(48, inputs, seed=1))
+    with torch.no_grad():
+        found, delta = layer(x, residual)
+    assert (shares, MANY, 48) == tuple(delta.shape) if shares else delta is None
+    rows, wide = exact(x, layer.weight)
+    torch.testing.assert_close(joined(found, delta).float(), residual + rows @ wide.T, rtol=2**-7, atol=2**-7)
 
 
 def test_sorted_rows_are_multiplied_in_8_bits(monkeypatch):

@@ -64,7 +64,7 @@ def test_torch_implementation_of_every_form_is_right(form, rows, dtype):
 
 
 def test_too_many_rows_have_one_share():
-    x, weight = torch.zeros(MAX_ROWS + 1, 1024).half(), Fp8Weight.of(torch.zeros(21, 1024).half())
+    x, weight = torch.zeros(MAX_ROWS + 1, 1280).half(), Fp8Weight.of(torch.zeros(21, 1280).half())
     assert num_shares(x, weight) == 1 and num_shares(x[1:], weight) > 1
     assert num_shares(x, weight, round_x=True) > 1 and num_shares(x.repeat(2, 1), weight, round_x=True) == 1
 
@@ -227,6 +227,21 @@ def test_measured_layer_has_its_fastest_tiling(rows, n, k, shares, stages):
 def test_measured_layer_in_8_bits_has_fastest_tiling(rows, n, k, warps, block_k, shares, stages):
     tile = streamed_tiling(rows, n, k, H200, itemsize=1)
     assert tile == StreamedTiling(row_blocks(rows)[0], 0, 64, block_k, shares, warps, stages)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "block_n", "shares", "stages"),
+    [
+        (64, 4096, 4096, 64, 2, 6), (65, 6144, 4096, 128, 2, 6), (128, 4096, 14336, 128, 4, 6),
+        (256, 4096, 4096, 128, 4, 4), (128, 1024, 2816, 128, 4, 6), (128, 5632, 1024, 128, 1, 6),
+        (128, 28672, 4096, 128, 1, 3), (256, 28672, 4096, 128, 1, 4),
+    ],
+)  # fmt: skip
+def test_rows_in_8_bits_fill_sms_once(rows, n, k, block_n, shares, stages):
+    tile = streamed_tiling(rows, n, k, H200, itemsize=1, x_itemsize=1)
+    tma, warps = rows > 80, 8 if rows > 160 else 4
+    assert tile == StreamedTiling(*row_blocks(rows), block_n, 128, shares, warps, stages, tma)
+    assert not streamed_tiling(rows, n, k + 8, H200, itemsize=1, x_itemsize=1).tma
 
 
 @pytest.mark.parametrize(
