@@ -89,9 +89,10 @@ def test_every_streamed_form_is_right_in_every_tiling(form, bits, rows, n, k, dt
 
 
 @pytest.mark.parametrize(("form", "rows"), [*((form, 163) for form in WHOLE), ("residual", 258)])
-def test_fp8_rows_beyond_one_launch_are_right(form, rows):
-    arguments = in_8_bits(make_arguments(form, rows, 37, 50, FP16))._replace(round_x=rows == 258)
+def test_fp8_rows_beyond_one_launch_are_right(form, rows, tma_launches):
+    arguments = in_8_bits(make_arguments(form, rows, 37, 64, FP16))._replace(round_x=rows == 258)
     assert_exact(arguments.launch(), arguments)
+    assert [each["M"] for each in tma_launches] == [256] * (rows == 258)
 
 
 @pytest.mark.parametrize("rows", [161, 256])
@@ -222,3 +223,5 @@ def test_tuner_skips_tilings_that_cannot_be_best(rows, block_n, warps, monkeypat
         assert tile.stages * (tile.block_n + max(16, rows)) * tile.block_k <= room.shared_memory
         assert 60 <= tile.shares * 4096 / tile.block_n <= 198
     assert len(others) < 50
+    gates = tune_streamed_linear.StreamedProduct(rows, 8192, 4096, True, 8).tilings()[1:]
+    assert gates and not [tile for tile in gates if tile.tma and tile.block_n == 64]

@@ -7,8 +7,9 @@ the partial sums in order, so the order of summation does not depend on scheduli
 
 Legend: M rows, T rows of x that M sorted rows are gathered from, K inputs, N outputs, E weights. Products take operands
 in their own dtype: an 8-bit weight is converted to x's, unless x is rounded to 8 bits too, which tensor cores then
-multiply as they are. Sums and the epilogue are in fp32 until the store; Hopper's tensor cores sum products of 8 bits
-with 14 bits of fraction, as torch's fast sums do, and shares of K in fp32.
+multiply as they are. Sums and the epilogue are in fp32 until the store. But Hopper's tensor cores add the products of
+8-bit numbers with about 14 bits: all those of a share, as in torch's fast sums, because adding parts of them in fp32
+would take registers and time. That is max_num_imprecise_acc's default.
 """
 
 from __future__ import annotations
