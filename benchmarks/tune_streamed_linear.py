@@ -1,8 +1,9 @@
 """Time tilings of an 8-bit weight's products over some rows: python -m benchmarks.tune_streamed_linear, on a GPU.
 
-Times every tiling roughly, then the best well. Prints a line per product: the best tilings and their times, the time to
-read the weight once (the floor), and the times of the tiling in use, of torch's linear layer of the same weight in
-bfloat16, and of the product with rows in 8 bits.
+Times every tiling roughly, then the best well: of rows rounded to 8 bits, or with --bits 16 of rows that stay in 16.
+Prints a line per product: the time to read the weight once (the floor), of torch's linear layer in bfloat16, of torch's
+product of rounded rows and of the tilings in use, for rows in 8 and in 16 bits; then the best tilings and their times.
+Times of rounded rows include the rounding.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
+from typing import TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -24,34 +26,70 @@ from attn_backends.kernels.linear.narrow_linear import narrow_linear
 from attn_backends.kernels.linear.streamed_linear import StreamedLinear
 from attn_backends.kernels.linear.streamed_tiling import StreamedTiling, streamed_tiling
 from benchmarks.cases.products import cold_copies
-from benchmarks.measure import copy_bandwidth, time_in_turn, time_kernels
+from benchmarks.measure import copy_bandwidth, time_kernels
 from benchmarks.random_product import DEVICE, RandomProduct
 from builders.devices import room_of
+from builders.kernels.sizes import cdiv
 
 _WEIGHTS = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (128256, 4096, False))
 """Outputs, inputs, and whether they are gate and up: a layer of Llama-3-8B, and its output projection."""
+_ROWS = {8: (8, 32, 64, 128, 256), 16: (8, 32, 64)}
+"""By the bits of the rows."""
 _PROGRAMS = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8))
 """Weight rows in a tile, and warps. Tensor cores multiply tiles of 64 rows and 4 warps asynchronously, others not."""
-_BEST = 4
+_SHARES = (1, 2, 4, 8)
+_BEST = 3
 """Tilings that are timed well."""
+_LAUNCHES = 64
+"""Launches in a graph that times a tiling well."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedProduct(RandomProduct):
-    """A product with an 8-bit weight."""
+    """A product with an 8-bit weight, of rows in this many bits."""
 
-    def tilings(self) -> Iterator[StreamedTiling]:
-        """Yield the tiling in use, then others."""
-        own = streamed_tiling(self.rows, self.n, self.k, room_of(DEVICE), itemsize=1, gated=self.gated)
-        yield own
-        for (block_n, warps), block_k, shares, stages in product(_PROGRAMS, (128, 256), (1, 2, 4, 8), (3, 5)):
-            tile = replace(own, block_n=block_n, num_warps=warps, block_k=block_k, shares=shares, stages=stages)
-            if tile != own:
-                yield tile
+    bits: int
 
-    def run(self, tile: StreamedTiling, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
-        """Run the kernel with that tiling."""
-        return StreamedLinear(x, weight.values, gated=self.gated, scale=weight.scale).launch(tile)
+    def tilings(self) -> list[StreamedTiling]:
+        """Return the tiling in use, then others."""
+        x_itemsize, others = (1, self._narrow) if self.bits == 8 else (2, _wide)
+        room = room_of(DEVICE)
+        own = streamed_tiling(self.rows, self.n, self.k, room, itemsize=1, x_itemsize=x_itemsize, gated=self.gated)
+        return list(dict.fromkeys([own, *others(own)]))
+
+    def _narrow(self, own: StreamedTiling) -> Iterator[StreamedTiling]:
+        """Yield tilings for rows in 8 bits, without those that cannot be the best: they leave registers or SMs unused
+        or have too few, read many rows once for every 64 outputs, halve a tile of 64 for a gate, or load few rows by
+        the copy engine or many without it."""
+        room, rows = room_of(DEVICE), own.block_m + own.block_m2
+        programs = [(64, 4), (128, 4)] * (rows <= 128) + [(128, 8)] * (rows >= 128) + [(256, 8)] * (32 < rows <= 128)
+        loads = (False, True) if 32 < rows < 128 else (rows >= 128,)
+        for (n, warps), (k, most), shares, tma in product(programs, ((128, 6), (256, 3)), _SHARES, loads):
+            busy = shares * cdiv(self.n, n) / room.num_sms
+            fitting = min(most, room.shared_memory // ((n + rows) * k))
+            asynchronous = n >= 64 * (2 if tma and self.gated else 1)
+            if fitting > 1 and asynchronous and busy >= 0.45 and (shares == 1 or busy <= 1.5):
+                for stages in (fitting, max(2, fitting - 2)):
+                    yield replace(own, block_n=n, num_warps=warps, block_k=k, shares=shares, stages=stages, tma=tma)
+
+    def run(self, tile: StreamedTiling | None, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+        """Run the kernel with that tiling; None: the one in use."""
+        return self._of(x, weight).launch(tile)
+
+    def reference(self, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+        """Return the product by torch."""
+        return self._of(x, weight).reference()
+
+    def _of(self, x: torch.Tensor, weight: Fp8Weight) -> StreamedLinear:
+        return StreamedLinear(x, weight.values, gated=self.gated, scale=weight.scale, round_x=self.bits == 8)
+
+
+def _wide(own: StreamedTiling) -> Iterator[StreamedTiling]:
+    """Yield tilings for rows in 16 bits."""
+    for (n, warps), k, shares, stages in product(_PROGRAMS, (128, 256), _SHARES, (3, 5)):
+        yield replace(own, block_n=n, num_warps=warps, block_k=k, shares=shares, stages=stages)
 
 
 @torch.no_grad()
@@ -60,8 +98,7 @@ def compiled(shape: StreamedProduct) -> list[StreamedTiling]:
     wrong."""
     x, weight = shape.draw()
     narrow = Fp8Weight.of(weight)
-    expected = StreamedLinear(x, narrow.values, gated=shape.gated, scale=narrow.scale).reference()
-    fitting = []
+    expected, fitting = shape.reference(x, narrow), []
     for tile in shape.tilings():
         try:
             found = shape.run(tile, x, narrow)
@@ -80,39 +117,47 @@ def tuned(shape: StreamedProduct, tilings: list[StreamedTiling], bandwidth: floa
     weights = cold_copies(weight)
     narrow = [Fp8Weight.of(each) for each in weights for _ in range(2)]
 
-    def timed(call: Callable[..., object], operands: list[torch.Tensor] | list[Fp8Weight]) -> float:
-        return round(float(time_in_turn(call, operands)["p50"]), 2)
+    def timed(call: Callable[[T], object], operands: list[T], launches: int = _LAUNCHES) -> float:
+        calls = max(1, launches // len(operands))
+        total = time_kernels(lambda: [call(each) for each in operands], calls=calls)["p50"]
+        return round(total / len(operands), 2)
 
-    def rough(tile: StreamedTiling) -> float:
-        return time_kernels(lambda: [shape.run(tile, x, each) for each in narrow], calls=1)["p50"]
-
-    own, best = tilings[0], sorted(tilings, key=rough)[:_BEST]
-    times = {tile: timed(partial(shape.run, tile, x), narrow) for tile in dict.fromkeys((own, *best))}
+    others = {f"rows in {bits} bits": replace(shape, bits=bits) for bits in (8, 16)}
+    used = {name: timed(partial(other.run, None, x), narrow) for name, other in others.items()}
+    best = sorted(tilings, key=lambda tile: timed(partial(shape.run, tile, x), narrow, 1))[:_BEST]
+    times = sorted((timed(partial(shape.run, tile, x), narrow), _short(tile)) for tile in best)
     return (
-        f"{shape.describe()}: floor {narrow[0].nbytes / bandwidth:.2f} us, "
-        f"in use {times[own]} {_short(own)}; F.linear {timed(partial(F.linear, x), weights)}; "
-        f"rows in 8 bits {timed(partial(narrow_linear, x), narrow)}; "
-        + "; ".join(f"{times[tile]} {_short(tile)}" for tile in sorted(best, key=lambda tile: times[tile]))
+        f"{shape.describe()}: floor {narrow[0].nbytes / bandwidth:.2f} us; "
+        f"F.linear {timed(partial(F.linear, x), weights)}; torch in 8 bits {timed(partial(narrow_linear, x), narrow)}; "
+        + "; ".join(f"{name} {us}" for name, us in used.items())
+        + f" ({_short(tilings[0])} in use in {shape.bits}); best: "
+        + "; ".join(f"{us} {tile}" for us, tile in times)
     )
 
 
 def _short(tile: StreamedTiling) -> str:
-    return f"n{tile.block_n} w{tile.num_warps} k{tile.block_k} shares{tile.shares} stages{tile.stages}"
+    return f"n{tile.block_n} w{tile.num_warps} k{tile.block_k} shares{tile.shares} stages{tile.stages}" + (
+        " tma" if tile.tma else ""
+    )
 
 
 @torch.no_grad()
 def main() -> None:
     """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", nargs="*", type=int, default=[8, 32, 64], help="numbers of rows")
+    parser.add_argument("rows", nargs="*", type=int, help="numbers of rows")
+    parser.add_argument("--bits", type=int, choices=_ROWS, default=8, help="of the rows whose tilings are timed")
     flags = parser.parse_args()
-    shapes, began = [StreamedProduct(rows, *weight) for weight in _WEIGHTS for rows in flags.rows], time.monotonic()
+    rows, began = flags.rows or _ROWS[flags.bits], time.monotonic()
+    shapes = [StreamedProduct(count, *weight, flags.bits) for weight in _WEIGHTS for count in rows]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        found = list(pool.map(compiled, shapes))
+        # The longest first, so that no process ends late.
+        by_length = sorted(shapes, key=lambda shape: -len(shape.tilings()))
+        found = dict(zip(by_length, pool.map(compiled, by_length), strict=True))
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     bandwidth = copy_bandwidth()
-    for shape, tilings in zip(shapes, found, strict=True):
-        print(tuned(shape, tilings, bandwidth), flush=True)
+    for shape in shapes:
+        print(tuned(shape, found[shape], bandwidth), flush=True)
 
 
 if __name__ == "__main__":

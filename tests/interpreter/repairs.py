@@ -1,7 +1,8 @@
 """Corrections for where Triton's interpreter differs from a compiled kernel.
 
 Before 3.9, the minimum of a NaN and a number is NaN; compiled, it is the number. Since 3.9, a mask with a scalar side,
-`inside & (column < columns)`, is int32 and rejected, and the arg max of all-NaN values raises.
+`inside & (column < columns)`, is int32 and rejected, and the arg max of all-NaN values raises. Any version converts an
+8-bit NaN to 480.
 """
 
 from __future__ import annotations
@@ -24,6 +25,20 @@ def repair() -> None:
         _ignore_nan()
     else:
         _take_masks_and_nan()
+    _convert_nan()
+
+
+def _convert_nan() -> None:
+    convert = interpreter._convert_float
+
+    def converted(input: Any, input_dtype: Any, *rest: Any) -> Any:
+        output = convert(input, input_dtype, *rest)
+        if input_dtype == interpreter.tl.float8e4nv:
+            # All bits set: NaN in every wider dtype.
+            output[input.view(np.uint8) & 0x7F == 0x7F] = ~output.dtype.type(0)
+        return output
+
+    interpreter._convert_float = converted
 
 
 def _ignore_nan() -> None:

@@ -1,5 +1,6 @@
 """The streamed_linear kernels compared with float64."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from attn_backends.kernels.linear import streamed_linear
 from attn_backends.kernels.linear.streamed_shares import StreamedShares, SumShares
 from attn_backends.kernels.linear.streamed_tiling import StreamedTiling, row_blocks, streamed_tiling
-from builders.devices import room_of
+from benchmarks import random_product, tune_streamed_linear
+from builders.devices import Room, room_of
 from tests.attn_backends.kernels.linear.streamed_oracle import FORMS, assert_exact, exact, in_8_bits, make_arguments
 from tests.factories import CPU
 from tests.ops.questions import Placed
@@ -44,12 +46,24 @@ def takes(form, narrow, cut):
     return cut is None or not ((narrow and cut.tma) or (form not in WHOLE and cut != tile()))
 
 
+ROUNDED = {
+    "one row, by the device": (1, 21, 300, BF16, None),
+    "rows in two parts, by the device": (70, 21, 300, FP16, None),
+    "copied, by the device": (130, 21, 304, BF16, None),
+    "partial tiles": (5, 37, 50, BF16, tile()),
+    "partial tiles, three shares": (5, 37, 50, FP16, tile(3)),
+    "two whole parts, two shares": (32, 37, 50, BF16, tile(2, 16)),
+    "copied, a part and a row": (17, 37, 80, FP16, replace(tile(1, 16, tma=True), block_k=32)),
+    "copied, two shares": (17, 37, 80, BF16, replace(tile(2, 16, tma=True), block_k=32)),
+}
+"""Of rows that are rounded to 8 bits."""
+
 CASES = [
-    pytest.param(form, narrow, *cut, id=f"{form}{'-fp8' * narrow}-{name}")
+    pytest.param(form, bits, *cut, id=f"{form}-{bits}-{name}")
     for form in FORMS
-    for narrow in (False, True)
-    for name, cut in CUTS.items()
-    if takes(form, narrow, cut[-1])
+    for bits, cuts in {"16 bits": CUTS, "fp8": CUTS, "rounded": ROUNDED}.items()
+    for name, cut in cuts.items()
+    if takes(form, bits == "fp8", cut[-1])
 ]
 
 
@@ -66,18 +80,19 @@ def tma_launches(monkeypatch):
     return launches
 
 
-@pytest.mark.parametrize(("form", "narrow", "rows", "n", "k", "dtype", "cut"), CASES)
-def test_every_streamed_form_is_right_in_every_tiling(form, narrow, rows, n, k, dtype, cut, tma_launches):
-    arguments = make_arguments(form, rows, n, k, BF16 if narrow and dtype is FP32 else dtype)
-    arguments = in_8_bits(arguments) if narrow else arguments
+@pytest.mark.parametrize(("form", "bits", "rows", "n", "k", "dtype", "cut"), CASES)
+def test_every_streamed_form_is_right_in_every_tiling(form, bits, rows, n, k, dtype, cut, tma_launches):
+    arguments = make_arguments(form, rows, n, k, BF16 if bits == "fp8" and dtype is FP32 else dtype)
+    arguments = arguments if bits == "16 bits" else in_8_bits(arguments)._replace(round_x=bits == "rounded")
     assert_exact(arguments.launch(cut), arguments)
-    assert len(tma_launches) == (cut is not None and cut.tma)
+    assert len(tma_launches) == (cut.tma if cut else rows == 130 and form in WHOLE)
 
 
-@pytest.mark.parametrize("form", WHOLE)
-def test_fp8_rows_beyond_one_launch_are_right(form):
-    arguments = in_8_bits(make_arguments(form, 163, 37, 50, FP16))
+@pytest.mark.parametrize(("form", "rows"), [*((form, 163) for form in WHOLE), ("residual", 258)])
+def test_fp8_rows_beyond_one_launch_are_right(form, rows, tma_launches):
+    arguments = in_8_bits(make_arguments(form, rows, 37, 64, FP16))._replace(round_x=rows == 258)
     assert_exact(arguments.launch(), arguments)
+    assert [each["M"] for each in tma_launches] == [256] * (rows == 258)
 
 
 @pytest.mark.parametrize("rows", [161, 256])
@@ -176,3 +191,37 @@ def test_no_sorted_rows_give_empty_result():
     arguments = make_arguments("groups", 1, 21, 50)
     empty = arguments._replace(x=arguments.x[:0], ends=torch.zeros(5, dtype=torch.int32))
     assert empty.launch().shape == (0, 21)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_tuner_tries_tilings_and_notices_a_wrong_one(bits, monkeypatch):
+    for module in (random_product, tune_streamed_linear):
+        monkeypatch.setattr(module, "DEVICE", CPU)
+    monkeypatch.setattr(tune_streamed_linear, "_PROGRAMS", ((64, 4),))
+    monkeypatch.setattr(tune_streamed_linear, "_SHARES", (1, 4))
+    shape = tune_streamed_linear.StreamedProduct(34, 40, 64, True, bits)
+    tilings = tune_streamed_linear.compiled(shape)
+    assert tilings == shape.tilings() and len({(tile.block_k, tile.shares, tile.tma) for tile in tilings}) > 3
+    launch = streamed_linear.StreamedLinear.launch
+    monkeypatch.setattr(streamed_linear.StreamedLinear, "launch", lambda self, tile: launch(self, tile) * math.e)
+    with pytest.raises(AssertionError):
+        tune_streamed_linear.compiled(shape)
+
+
+KEPT = [(8, (64, 128), (4,)), (64, (64, 128, 256), (4, 8)), (256, (128,), (8,))]
+
+
+@pytest.mark.parametrize(("rows", "block_n", "warps"), KEPT)
+def test_tuner_skips_tilings_that_cannot_be_best(rows, block_n, warps, monkeypatch):
+    room = Room(132, 232448)
+    monkeypatch.setattr(tune_streamed_linear, "room_of", lambda device: room)
+    own, *others = tune_streamed_linear.StreamedProduct(rows, 4096, 4096, False, 8).tilings()
+    assert own == streamed_tiling(rows, 4096, 4096, room, itemsize=1, x_itemsize=1) and own not in others
+    assert {each.block_n for each in others} == {*block_n} and {each.num_warps for each in others} == {*warps}
+    assert {each.tma for each in others} == ({False, True} if rows == 64 else {rows > 64})
+    for tile in others:
+        assert tile.stages * (tile.block_n + max(16, rows)) * tile.block_k <= room.shared_memory
+        assert 60 <= tile.shares * 4096 / tile.block_n <= 198
+    assert len(others) < 50
+    gates = tune_streamed_linear.StreamedProduct(rows, 8192, 4096, True, 8).tilings()[1:]
+    assert gates and not [tile for tile in gates if tile.tma and tile.block_n == 64]

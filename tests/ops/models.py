@@ -7,7 +7,7 @@ import torch
 import attn_backends.kernels.add_rms_norm
 import attn_backends.kernels.linear.batch_invariant_linear
 import attn_backends.kernels.linear.linear_op
-import attn_backends.kernels.linear.narrow_linear
+import attn_backends.kernels.linear.narrow_rows
 import attn_backends.kernels.linear.streamed_shares
 import attn_backends.kernels.linear.swiglu
 import attn_backends.kernels.linear.top_tokens  # noqa: F401
@@ -167,9 +167,9 @@ def skinny_linear():
         yield tuple(skinny_oracle.make_inputs(form, 2, 21, 40).arguments())
         yield tuple(with_nan(skinny_oracle.make_inputs(form, 2, 18, 50).arguments()))
     for form in skinny_oracle.NARROW:
-        narrow = skinny_oracle.make_inputs(form, 2, 21, 40, torch.bfloat16).in_8_bits()
-        yield tuple(narrow.arguments())
-        yield tuple(with_nan(narrow).arguments())
+        clean, spoilt = (skinny_oracle.make_inputs(form, 2, 21, 40, torch.bfloat16).in_8_bits() for _ in range(2))
+        yield tuple(clean.arguments())
+        yield tuple(with_nan(spoilt).arguments())
     for token in (-1, -(2**40), skinny_oracle.VOCAB, 2**40):
         inputs = skinny_oracle.make_inputs("embed", 2, 18, 50)
         inputs.token_ids[1] = token
@@ -183,8 +183,9 @@ def streamed_linear():
             yield tuple(streamed_oracle.make_arguments(form, 7, 21, inputs))
         yield tuple(with_nan(streamed_oracle.make_arguments(form, 3, 37, 56)))
         narrow = streamed_oracle.in_8_bits(streamed_oracle.make_arguments(form, 5, 37, 50, torch.bfloat16))
-        yield tuple(narrow)
-        yield tuple(with_nan(narrow))
+        spoilt = with_nan(narrow._replace(x=narrow.x.clone()))
+        for arguments, round_x in product((narrow, spoilt), (False, True)):
+            yield tuple(arguments._replace(round_x=round_x))
 
 
 @op("attn_backends::linear", close=SUMS, strided="x")
@@ -218,7 +219,9 @@ def streamed_shares():
     for rows in (3, 5):
         product = streamed_oracle.make_arguments("plain", rows, 21, 600, torch.bfloat16)
         for operands_of in (product, streamed_oracle.in_8_bits(product)):
-            yield operands_of.x, operands_of.weight, operands_of.scale
+            yield operands_of.x, operands_of.weight, operands_of.scale, False
+    wide = streamed_oracle.in_8_bits(streamed_oracle.make_arguments("plain", 5, 21, 1290, torch.bfloat16))
+    yield wide.x, wide.weight, wide.scale, True
 
 
 @op("attn_backends::sum_shares", close=SUMS)

@@ -105,15 +105,19 @@ def attention() -> Iterator[Case]:
 
 
 def models() -> Iterator[Case]:
-    def streamed(rows: int, outputs: int, inputs: int, dtype: torch.dtype, gated: bool = False) -> Case:
+    def streamed(rows: int, outputs: int, inputs: int, dtype: torch.dtype, gated: bool, round_x: bool) -> Case:
         scale = tensor(FP32, outputs) if dtype is FP8 else None
         return "attn_backends::streamed_linear", (
-            tensor(BF16, rows, inputs), tensor(dtype, outputs, inputs), *[None] * 4, gated, None, scale, None,
+            tensor(BF16, rows, inputs), tensor(dtype, outputs, inputs), *[None] * 4, gated, None, scale, None, round_x,
         )  # fmt: skip
 
     for rows, dtype in product((8, 128), (BF16, FP8)):
-        yield streamed(rows, 2 * 14336, HIDDEN, dtype, gated=True)
-        yield streamed(rows, HIDDEN, 14336, dtype)
+        yield streamed(rows, 2 * 14336, HIDDEN, dtype, True, False)
+        yield streamed(rows, HIDDEN, 14336, dtype, False, False)
+    for rows, (outputs, inputs, gated) in product(
+        (8, 96, 65, 160, 192, 256), ((HIDDEN, 14336, False), (5632, 1024, True))
+    ):
+        yield streamed(rows, outputs, inputs, FP8, gated, True)
     for rows, (outputs, inputs, gated), dtype in product(
         (1, 2), ((1024, 1024, False), (2 * 14336, HIDDEN, True)), (BF16, FP8)
     ):
@@ -126,7 +130,7 @@ def models() -> Iterator[Case]:
         scale = tensor(FP32, 32, 4096) if dtype is FP8 else None
         yield "attn_backends::streamed_linear", (
             tensor(BF16, 8, 2880), tensor(dtype, 32, 4096, 2880), tensor(INT32, 32), tensor(INT64, 32), None, None,
-            True, 7.0, scale, 1.7,
+            True, 7.0, scale, 1.7, False,
         )  # fmt: skip
         for outputs in (HIDDEN, VOCAB):
             yield "attn_backends::batch_invariant_linear", (

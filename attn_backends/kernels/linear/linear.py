@@ -37,8 +37,8 @@ def linear(
     kind = product_kind(x, weight, skinny=bias is None)
     if kind is ProductKind.SKINNY:
         return skinny_linear(x, weight, residual)
-    if kind is ProductKind.STREAMED:
-        return streamed_linear(x, weight, bias, residual)
+    if kind.streams:
+        return streamed_linear(x, weight, bias, residual, round_x=kind.rounds)
     if isinstance(weight, torch.Tensor) and kind is ProductKind.TORCH:
         out = F.linear(x, weight, bias)
     else:
@@ -55,8 +55,8 @@ def gated_linear(x: torch.Tensor, weight: Weight, limit: float | None = None) ->
     kind = product_kind(x, weight, gated=True, skinny=limit is None)
     if kind is ProductKind.SKINNY:
         return skinny_gated_linear(x, weight)
-    if kind is ProductKind.STREAMED:
-        return streamed_linear(x, weight, gated=True, limit=limit)
+    if kind.streams:
+        return streamed_linear(x, weight, gated=True, limit=limit, round_x=kind.rounds)
     rows = x.shape[0]
     if kind is ProductKind.TORCH and rows in _SLOW_ROWS:
         x = F.pad(x, (0, 0, 0, _EXTRA_ROWS))

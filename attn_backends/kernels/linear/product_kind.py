@@ -8,7 +8,11 @@ import torch
 
 from attn_backends.kernels.linear.batch_invariance import is_batch_invariant
 from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight
-from attn_backends.kernels.linear.narrow_linear import most_wide_rows, multiplies_narrow_rows
+from attn_backends.kernels.linear.narrow_linear import (
+    most_wide_rows,
+    multiplies_narrow_rows,
+    streams_narrow_rows,
+)
 from attn_backends.kernels.linear.skinny_tiling import most_skinny_rows
 from attn_backends.kernels.linear.streamed_tiling import most_rows
 from builders.devices import room_of
@@ -23,10 +27,22 @@ class ProductKind(Enum):
     """`skinny_linear`: one row or two, fused with the operations around the product."""
     STREAMED = "streamed"
     """`streamed_linear`: too few rows to keep tensor cores busy, so reading the weight takes the time."""
+    NARROW_STREAMED = "narrow_streamed"
+    """`streamed_linear` of rows rounded to 8 bits: more rows of an 8-bit weight of few outputs."""
     NARROW = "narrow"
-    """`narrow_linear`: many rows of an 8-bit weight, rounded to 8 bits too."""
+    """`narrow_linear`: torch's product of rows rounded to 8 bits, for still more rows or many outputs."""
     TORCH = "torch"
     """torch's own kernels: many rows, and tensors that the kernels above cannot read. Never an 8-bit weight."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether `streamed_linear` multiplies, which also adds a bias and a residual."""
+        return self in (ProductKind.STREAMED, ProductKind.NARROW_STREAMED)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the rows are rounded to 8 bits."""
+        return self in (ProductKind.NARROW_STREAMED, ProductKind.NARROW)
 
 
 def product_kind(x: torch.Tensor, weight: Weight, *, gated: bool = False, skinny: bool = True) -> ProductKind:
@@ -42,7 +58,7 @@ def product_kind(x: torch.Tensor, weight: Weight, *, gated: bool = False, skinny
     rows, (n, k) = x.shape[0], weight.shape
     if isinstance(weight, Fp8Weight):
         if rows > most_wide_rows(n, x.device) and multiplies_narrow_rows(x, weight):
-            return ProductKind.NARROW
+            return ProductKind.NARROW_STREAMED if streams_narrow_rows(rows, n, x.device) else ProductKind.NARROW
         return ProductKind.SKINNY if skinny and 0 < rows <= most_skinny_rows(n, k) else ProductKind.STREAMED
     if (
         x.dim() != 2

@@ -6,7 +6,10 @@ little of it. A program owns a tile of outputs. If K is split (split-K), it owns
 the partial sums in order, so the order of summation does not depend on scheduling.
 
 Legend: M rows, T rows of x that M sorted rows are gathered from, K inputs, N outputs, E weights. Products take operands
-in their own dtype (an 8-bit weight is first converted to x's); sums and the epilogue are in fp32 until the store.
+in their own dtype: an 8-bit weight is converted to x's, unless x is rounded to 8 bits too, which tensor cores then
+multiply as they are. Sums and the epilogue are in fp32 until the store. But Hopper's tensor cores add the products of
+8-bit numbers with about 14 bits: all those of a share, as in torch's fast sums, because adding parts of them in fp32
+would take registers and time. That is max_num_imprecise_acc's default.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import torch
 from torch.nn import functional as F
 
 from attn_backends.kernels.linear.fp8_weight import Weight, is_scaled, operands, widened
+from attn_backends.kernels.linear.narrow_rows import NarrowRows
 from attn_backends.kernels.linear.streamed_tiling import (
     MAX_GATED_ROWS,
+    MAX_NARROW_ROWS,
     MAX_ROWS,
     StreamedTiling,
     streamed_tiling,
@@ -47,11 +52,12 @@ _SUM_BLOCK = 512
 """Outputs per program of the kernel that adds shares: 16 bytes of fp32 for each thread of its 4 warps."""
 
 
-def num_shares(x: torch.Tensor, weight: Weight) -> int:
+def num_shares(x: torch.Tensor, weight: Weight, *, round_x: bool = False) -> int:
     """Return the number of split-K shares for rows x [M, K] and weight [N, K]: above 1 if N gives too few programs, and
-    1 for more than MAX_ROWS rows, which are multiplied in parts."""
+    1 for more rows than a launch takes, which are multiplied in parts. round_x: see `streamed_linear`."""
     values, scale = operands(weight)
-    return 1 if x.shape[0] > MAX_ROWS else StreamedLinear(x, values, scale=scale).cut().shares
+    product = StreamedLinear(x, values, scale=scale, round_x=round_x)
+    return 1 if product.rows > product.most_rows else product.cut().shares
 
 
 def streamed_linear(
@@ -62,17 +68,20 @@ def streamed_linear(
     *,
     gated: bool = False,
     limit: float | None = None,
+    round_x: bool = False,
 ) -> torch.Tensor:
     """Return x @ weight^T, plus bias [N] and residual [M, N] if given; [M, N].
 
     x: [M, K], contiguous along K; weight: [N, K], contiguous, of x's dtype or in 8 bits. gated: weight [2 N, K] holds
     gate above up, and the result is silu(gate) * up, or with a limit silu(min(gate, limit)) * clamp(up, -limit, limit);
-    a bias is not allowed. An 8-bit weight takes any number of rows and is read once for every MAX_ROWS of them. Other
-    weights take 1 to MAX_ROWS rows, or 1 to MAX_GATED_ROWS for a 16-bit gate. Raises BatchError for another number of
-    rows, shapes or dtypes that do not fit, an empty weight and a limit without a gate, before any launch.
+    a bias is not allowed. round_x: 16-bit x is first rounded to 8 bits, as by `narrow_rows`; only with an 8-bit weight,
+    and on a GPU whose tensor cores multiply 8-bit numbers. An 8-bit weight takes any number of rows and is read once
+    for every MAX_ROWS of them, or MAX_NARROW_ROWS that are rounded. Other weights take 1 to MAX_ROWS rows, or 1 to
+    MAX_GATED_ROWS for a 16-bit gate. Raises BatchError for another number of rows, shapes or dtypes that do not fit, an
+    empty weight and a limit without a gate, before any launch.
     """
     values, scale = operands(weight)
-    arguments = StreamedLinear(x, values, bias=bias, residual=residual, gated=gated, limit=limit, scale=scale)
+    arguments = StreamedLinear(x, values, None, None, bias, residual, gated, limit, scale, None, round_x)
     require(
         scale is not None or 0 < x.shape[0] <= arguments.most_rows,
         f"a streamed linear takes 1 to {arguments.most_rows} rows, got {x.shape[0]}. Choose the kernel with "
@@ -128,8 +137,8 @@ class StreamedLinear(NamedTuple):
     """The arguments of `streamed_linear` and `streamed_groups`; None for an absent one.
 
     scale: fp32 [N] for a weight in float8_e4m3fn; with a gate [2 N], with ends [E, N] or [E, 2 N]. bias: of the same
-    shapes in x's dtype, with a gate only for groups. alpha: see `swiglu`, only for groups. Returns the result [M, N] in
-    x's dtype.
+    shapes in x's dtype, with a gate only for groups. alpha: see `swiglu`, only for groups. round_x: round x to 8 bits.
+    Returns the result [M, N] in x's dtype.
     """
 
     x: torch.Tensor
@@ -142,6 +151,7 @@ class StreamedLinear(NamedTuple):
     limit: float | None = None
     scale: torch.Tensor | None = None
     alpha: float | None = None
+    round_x: bool = False
 
     @property
     def outputs(self) -> int:
@@ -156,6 +166,8 @@ class StreamedLinear(NamedTuple):
     @property
     def most_rows(self) -> int:
         """The most unsorted rows per launch."""
+        if self.round_x:
+            return MAX_NARROW_ROWS
         return MAX_GATED_ROWS if self.gated and self.weight.itemsize == 2 else MAX_ROWS
 
     def checked(self) -> StreamedLinear:
@@ -167,6 +179,11 @@ class StreamedLinear(NamedTuple):
                 raise BatchError(
                     f"{name} needs a gate, got {name}={value} with gated=False. Pass gated=True, or no {name}."
                 )
+        require(
+            not self.round_x or (self.scale is not None and x.itemsize == 2),
+            f"only 16-bit rows of an 8-bit weight are rounded, got round_x=True with x {x.dtype} and weight "
+            f"{weight.dtype}. Pass an Fp8Weight and 16-bit rows, or round_x=False.",
+        )
         kind = (x.dtype, x.device)
         if not (
             x.dim() == 2
@@ -197,7 +214,8 @@ class StreamedLinear(NamedTuple):
         return self
 
     def reference(self) -> torch.Tensor:
-        x = (self.x if self.tokens is None else self.x[self.tokens]).float()
+        x = widened(*NarrowRows(self.x).reference()) if self.round_x else self.x.float()
+        x = x if self.tokens is None else x[self.tokens]
         if self.ends is None:
             bias = None if self.bias is None else self.bias.float()
             out = F.linear(x, self.weight.float(), bias) if self.scale is None else self._in_parts(x, self.scale)
@@ -237,8 +255,8 @@ class StreamedLinear(NamedTuple):
         if self.ends is not None or self.rows <= self.most_rows:
             self.launch_into(stored, tile)
         else:
-            for start in range(0, self.rows, MAX_ROWS):
-                rows = slice(start, start + MAX_ROWS)
+            for start in range(0, self.rows, self.most_rows):
+                rows = slice(start, start + self.most_rows)
                 residual = None if self.residual is None else self.residual[rows]
                 self._replace(x=self.x[rows], residual=residual).launch_into(stored[rows], tile)
         return stored.to(out.dtype)
@@ -256,15 +274,15 @@ class StreamedLinear(NamedTuple):
     def cut(self, tile: StreamedTiling | None = None) -> Cut:
         """Return how the product is split. tile: the program's tiling; None: `streamed_tiling`'s.
 
-        Programs over sorted rows have one tile of rows. Their threads load it, as they load an 8-bit weight.
+        Programs over sorted rows have one tile of rows. Their threads load it, as they load an 8-bit weight for 16-bit
+        rows.
         """
         (w_rows, inputs), itemsize = self.weight.shape[-2:], self.weight.element_size()
         groups = 0 if self.ends is None else self.weight.shape[0]
-        room = room_of(self.x.device)
+        room, x_itemsize = room_of(self.x.device), 1 if self.round_x else self.x.element_size()
         tile = tile or streamed_tiling(
-            self.rows, w_rows, inputs, room, groups=groups, itemsize=itemsize, x_itemsize=self.x.element_size(),
-            gated=self.gated,
-        )  # fmt: skip
+            self.rows, w_rows, inputs, room, groups=groups, itemsize=itemsize, x_itemsize=x_itemsize, gated=self.gated
+        )
         # A share is rounded up to whole blocks of K, so fewer shares than the tiling's can cover K.
         share = cdiv(cdiv(inputs, tile.block_k), tile.shares) * tile.block_k
         return Cut(tile, share, cdiv(inputs, share))
@@ -272,7 +290,8 @@ class StreamedLinear(NamedTuple):
     def multiply(self, out: torch.Tensor, cut: Cut) -> None:
         """Launch the product into `out` [M, N] or, with split-K, its partial sums into fp32 [shares, M, N] (2 N with a
         gate). The plain kernel runs if the operands are not aligned for the bulk copy engine."""
-        x, weight, ends, tokens, bias, residual, gated, limit, scale, alpha = self
+        x, weight, ends, tokens, bias, residual, gated, limit, scale, alpha, round_x = self
+        x, x_scale = NarrowRows(x).launch() if round_x else (x, None)
         outputs, (tile, share, shares) = self.outputs, cut
         if is_cut := shares > 1:
             # Gate, bias and residual are applied after the sum of the shares: the kernel treats a gated weight as a
@@ -286,6 +305,8 @@ class StreamedLinear(NamedTuple):
                 x2_desc=describe(x, tile.block_m2 or tile.block_m, tile.block_k),
                 w_desc=describe(weight, tile_n, tile.block_k),
                 w_ptr=weight,
+                scale_ptr=scale,
+                x_scale_ptr=x_scale,
                 bias_ptr=bias,
                 residual_ptr=residual,
                 y_ptr=out,
@@ -312,6 +333,7 @@ class StreamedLinear(NamedTuple):
             x_ptr=x,
             w_ptr=weight,
             scale_ptr=scale,
+            x_scale_ptr=x_scale,
             ends_ptr=ends,
             tokens_ptr=tokens,
             bias_ptr=bias,
@@ -376,6 +398,7 @@ def streamed_kernel(
     x_ptr,  # [M, K]; with tokens [T, K]
     w_ptr,  # [N, K], with a gate [2 N, K]; with ends [E, N, K] or [E, 2 N, K]
     scale_ptr,  # of w, or None: fp32 [N], with a gate [2 N]; with ends [E, N] or [E, 2 N]
+    x_scale_ptr,  # of x in 8 bits, or None: fp32 [M]; with tokens [T]
     ends_ptr,  # int32 [E], one past each group's last row, or None
     tokens_ptr,  # int64 [M], the row of x for each sorted row, or None
     bias_ptr,  # [N], with ends [E, N] or with a gate [E, 2 N]; or None
@@ -401,7 +424,7 @@ def streamed_kernel(
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """y = epilogue(x @ w^T * scale). A program has one tile of outputs and one share of K, for all rows or a group's.
+    """y = epilogue(x @ w^T * scales). A program has one tile of outputs and one share of K, for all rows or a group's.
 
     Epilogue: + bias; with a gate activate(gate, up); then + residual. A tile of the weight is loaded once and
     multiplied by BLOCK_M rows and the BLOCK_M2 rows after them: tile sizes are powers of two, so 80 rows use 64 and 16.
@@ -467,7 +490,7 @@ def streamed_kernel(
             )
         if FP32_DOT:
             w = w.to(tl.float32)
-        elif scale_ptr is not None:
+        elif scale_ptr is not None and x_scale_ptr is None:
             # By way of fp32: a GPU converts to bf16 one number at a time, in its slowest unit.
             w = w.to(tl.float32).to(x_ptr.dtype.element_ty)
         x = _load_x(x_ptrs, offs_m, m_end, offs_k, K, BLOCK_K, FP32_DOT)
@@ -476,12 +499,16 @@ def streamed_kernel(
             x2 = _load_x(x2_ptrs, offs_m2, m_end, offs_k, K, BLOCK_K, FP32_DOT)
             acc2 = tl.dot(w, x2, acc2, input_precision="ieee")
 
-    # 4. The scale, the epilogue, and the store
+    # 4. The scales, the epilogue, and the store
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + offs_w, mask=mask_n, other=0.0)[:, None]
         acc *= scale
         if BLOCK_M2:
             acc2 *= scale
+    if x_scale_ptr is not None:
+        acc *= tl.load(x_scale_ptr + x_rows, mask=offs_m < m_end, other=0.0)[None, :]
+        if BLOCK_M2:
+            acc2 *= tl.load(x_scale_ptr + offs_m2, mask=offs_m2 < m_end, other=0.0)[None, :]
     _store(
         acc=acc,
         offs_m=offs_m,

@@ -8,19 +8,21 @@ import torch
 from torch.nn import functional as F
 
 from attn_backends.kernels.linear.fp8_weight import Weight, operands, widened
+from attn_backends.kernels.linear.narrow_rows import NarrowRows
 from attn_backends.kernels.linear.streamed_linear import StreamedLinear, launch_sum_shares
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import stored_as
 
 
-def streamed_shares(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+def streamed_shares(x: torch.Tensor, weight: Weight, *, round_x: bool = False) -> torch.Tensor:
     """Return fp32 [S, M, N]; its sum over S is x [M, K] @ weight [N, K]^T. S is `num_shares`, 2 or more.
 
-    For a product that is ProductKind.STREAMED. Raises BatchError for shapes or dtypes that do not fit.
+    For a product that is ProductKind.STREAMED, or NARROW_STREAMED with round_x. Raises BatchError for shapes or dtypes
+    that do not fit.
     """
-    values, scale = operands(weight)
-    StreamedLinear(x, values, scale=scale).checked()
-    return _streamed_shares(x, values, scale)
+    arguments = StreamedShares(x, *operands(weight), round_x)
+    arguments.product.checked()
+    return _streamed_shares(*arguments)
 
 
 def sum_shares(shares: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -29,20 +31,23 @@ def sum_shares(shares: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class StreamedShares(NamedTuple):
-    """The arguments of `streamed_shares`. scale: fp32 [N] for a weight in float8_e4m3fn, else None."""
+    """The arguments of `streamed_shares`. scale: fp32 [N] for a weight in float8_e4m3fn, else None. round_x: see
+    `streamed_linear`."""
 
     x: torch.Tensor
     weight: torch.Tensor
     scale: torch.Tensor | None = None
+    round_x: bool = False
 
     @property
     def product(self) -> StreamedLinear:
         """The product to split."""
-        return StreamedLinear(self.x, self.weight, scale=self.scale)
+        return StreamedLinear(self.x, self.weight, scale=self.scale, round_x=self.round_x)
 
     def reference(self) -> torch.Tensor:
         share, wide = self.product.cut().share, widened(self.weight, self.scale)
-        parts = zip(self.x.float().split(share, 1), wide.split(share, 1), strict=True)
+        x = widened(*NarrowRows(self.x).reference()) if self.round_x else self.x.float()
+        parts = zip(x.split(share, 1), wide.split(share, 1), strict=True)
         return torch.stack([F.linear(x, weight) for x, weight in parts])
 
     def fake(self) -> torch.Tensor:

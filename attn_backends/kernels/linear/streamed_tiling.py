@@ -18,6 +18,9 @@ MAX_GATED_ROWS = 256
 """The same for a 16-bit gate, whose activation needs a second kernel after torch's product: 0.89 to 0.96 of the time of
 both with 192 to 256 rows, 1.01 with 288 (Llama 3's gate and up, H100)."""
 
+MAX_NARROW_ROWS = 256
+"""The same for rows in 8 bits, all of them in one or two tiles of a program. Not yet timed."""
+
 _LEAST_IN_USE = 0.8
 """With MAX_GATED_ROWS, each of a gate's tiles is alone on its SM, and SMs without one wait for the last: so much of
 their time must be in use. Llama 3's tiles use 0.85 of it; Qwen3's 0.73 and GPT-OSS's 0.68, which take 1.03 and 1.01 of
@@ -66,6 +69,10 @@ _GROUP_STAGES = 3
 _MOST_SHARES = 16
 _LEAST_BLOCKS = 2
 """The fewest tiles in a share of K: with one, a program would wait for memory with nothing to overlap."""
+
+_MOST_NARROW_SHARES = 8
+_LEAST_NARROW_BLOCKS = 5
+"""The same for rows in 8 bits: with fewer, reading a share would take no longer than adding the shares up."""
 
 _FEW_SHARES = 4
 _BLOCKS_OF_MANY = 5
@@ -130,9 +137,11 @@ def streamed_tiling(
     """Return the tiling for these rows of k inputs of x_itemsize bytes, a weight of n rows of itemsize bytes per input,
     and a device's room.
 
-    x_itemsize is 2 or 4, and itemsize 1 or the same. groups: weights that rows are sorted by; 0: one weight for all
+    x_itemsize is 1, 2 or 4, and itemsize 1 or the same. groups: weights that rows are sorted by; 0: one weight for all
     rows. gated: the weight holds gate and up.
     """
+    if x_itemsize == 1 and not groups:
+        return _tiling_of_8_bit_rows(rows, n, k, room)
     if itemsize == 1 and not groups and rows <= _WHOLE_ROWS:
         return _tiling_of_8_bits(rows, n, k, room, x_itemsize)
     block_m, block_m2 = (LEAST_ROWS, 0) if groups else row_blocks(rows)
@@ -192,6 +201,30 @@ def _tiling_of_8_bits(rows: int, n: int, k: int, room: Room, x_itemsize: int) ->
         block_k //= 2
     fitting = room.shared_memory // (size * block_k)
     return StreamedTiling(block_m, 0, _BLOCK_N, block_k, shares, 2 if is_small else 4, min(stages, fitting))
+
+
+def _tiling_of_8_bit_rows(rows: int, n: int, k: int, room: Room) -> StreamedTiling:
+    """Return the tiling for rows and a weight in 8 bits, which tensor cores read from shared memory as they are.
+
+    Chosen from machine code, which has no conversions and no spills, and by counting bytes; not yet timed. Every tile
+    of the weight reads all of x from the L2 cache, together n k rows / block_n bytes: with 64 rows and tiles of 64 as
+    much as the weight. So more rows have tiles of 128. Shares are written and read in fp32, 8 n rows bytes for each. So
+    they give an SM one program at most, with as many stages as fit.
+    """
+    (block_m, block_m2), many = row_blocks(rows), rows > _WHOLE_ROWS
+    block_n, block_k, shares = _BLOCK_N * (2 if many else 1), _BLOCK_K, 1
+    blocks, tiles = cdiv(k, block_k), cdiv(n, block_n)
+    while (
+        shares < _MOST_NARROW_SHARES
+        and 2 * shares * tiles <= room.num_sms
+        and 2 * shares * _LEAST_NARROW_BLOCKS <= blocks
+    ):
+        shares *= 2
+    size = (block_n + block_m + block_m2) * block_k
+    pairs = tiles > room.num_sms and rows <= MAX_ROWS  # of programs on an SM
+    stages = max(2, min(_MOST_STAGES, room.shared_memory // (size * (2 if pairs else 1))))
+    tma = room.tma and rows > _ROWS_BY_THREADS and _rows_are_aligned(k, 1)
+    return StreamedTiling(block_m, block_m2, block_n, block_k, shares, 8 if rows > MAX_ROWS else 4, stages, tma)
 
 
 def _in_use(programs: int, room: Room) -> float:

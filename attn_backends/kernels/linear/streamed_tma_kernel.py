@@ -39,6 +39,8 @@ def streamed_tma_kernel(
     x2_desc,  # the same with tiles [BLOCK_M2, BLOCK_K]; unused without BLOCK_M2
     w_desc,  # descriptor of the weight [N, K], tiles [TILE_N, BLOCK_K]; with a gate [2 N, K]
     w_ptr,  # start of the weight
+    scale_ptr,  # fp32 [N], of the weight, with a gate [2 N]; or None
+    x_scale_ptr,  # fp32 [M], of x; None if scale_ptr is
     bias_ptr,  # [N], or None
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
@@ -57,7 +59,11 @@ def streamed_tma_kernel(
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """y = epilogue(x @ w^T). A program has TILE_N outputs of every row, and one share of K; grid [tiles, shares]."""
+    """y = epilogue(x @ w^T * scales). A program has TILE_N outputs of every row, and one share of K; grid
+    [tiles, shares].
+
+    Operands in 8 bits have scales, both of them.
+    """
     # 1. The outputs and the share of this program; its first tiles of the weight are prefetched at once
     n_start = tl.program_id(0) * TILE_N
     k_start = tl.program_id(1) * k_per_share
@@ -88,10 +94,13 @@ def streamed_tma_kernel(
 
     # 3. The epilogue, and the store
     offs_m = tl.arange(0, BLOCK_M)
-    _store(acc, up, offs_m, bias_ptr, residual_ptr, y_ptr, M, limit, offs_n, N, GATED, SPLIT_K)
+    _store(acc, up, offs_m, scale_ptr, x_scale_ptr, bias_ptr, residual_ptr, y_ptr, M, limit, offs_n, N, GATED, SPLIT_K)
     if BLOCK_M2:
         offs_m2 = BLOCK_M + tl.arange(0, BLOCK_M2)
-        _store(acc2, up2, offs_m2, bias_ptr, residual_ptr, y_ptr, M, limit, offs_n, N, GATED, SPLIT_K)
+        _store(
+            acc2, up2, offs_m2, scale_ptr, x_scale_ptr, bias_ptr, residual_ptr, y_ptr, M, limit, offs_n, N, GATED,
+            SPLIT_K,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -108,6 +117,8 @@ def _store(
     acc,  # fp32 [TILE_N, BLOCK_M]
     up,  # with a gate: the same for the up projection
     offs_m,  # [BLOCK_M]
+    scale_ptr,  # fp32 [N], with a gate [2 N]; or None
+    x_scale_ptr,  # fp32 [M], or None
     bias_ptr,  # [N], or None
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
@@ -121,10 +132,16 @@ def _store(
     """Store acc^T: a share's partial sums unchanged, or full sums after the epilogue."""
     offs_m, offs_n = offs_m.to(tl.int64)[:, None], offs_n[None, :]
     mask = (offs_m < M) & (offs_n < N)
+    y, up = tl.trans(acc), tl.trans(up)
+    if scale_ptr is not None:
+        x_scale = tl.load(x_scale_ptr + offs_m, mask=offs_m < M, other=0.0)
+        y = y * x_scale * tl.load(scale_ptr + offs_n, mask=offs_n < N, other=0.0)
+        if GATED:
+            up = up * x_scale * tl.load(scale_ptr + N + offs_n, mask=offs_n < N, other=0.0)
     if SPLIT_K:
-        tl.store(y_ptr + (tl.program_id(1) * M + offs_m) * N + offs_n, tl.trans(acc), mask=mask)
+        tl.store(y_ptr + (tl.program_id(1) * M + offs_m) * N + offs_n, y, mask=mask)
     else:
-        epilogue(tl.trans(acc), tl.trans(up), bias_ptr, residual_ptr, y_ptr, offs_m, offs_n, mask, limit, N, GATED)
+        epilogue(y, up, bias_ptr, residual_ptr, y_ptr, offs_m, offs_n, mask, limit, N, GATED)
 
 
 @triton.jit

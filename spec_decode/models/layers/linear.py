@@ -118,9 +118,10 @@ class ResidualLinear(FusingLinear):
     def forward(self, inputs: torch.Tensor, x: torch.Tensor) -> ResidualStream:
         """Return the sum and None, or x and the pending delta, for inputs [T, K] and x [T, N]."""
         kind = product_kind(inputs, self.weight, skinny=self.bias is None)
-        if kind is ProductKind.STREAMED and self.bias is None and num_shares(inputs, self.weight) > 1:
-            return x, streamed_shares(inputs, self.weight)
-        if kind in (ProductKind.SKINNY, ProductKind.STREAMED):
+        shares = kind.streams and self.bias is None and num_shares(inputs, self.weight, round_x=kind.rounds) > 1
+        if shares:
+            return x, streamed_shares(inputs, self.weight, round_x=kind.rounds)
+        if kind is ProductKind.SKINNY or kind.streams:
             return linear(inputs, self.weight, self.bias, x), None
         return x, self.product(inputs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from attn_backends.kernels.linear.fp8_weight import Fp8Weight, operands
+from attn_backends.kernels.linear.narrow_rows import narrow_rows
 from attn_backends.kernels.linear.streamed_linear import StreamedLinear
 
 FORMS = (
@@ -50,7 +51,10 @@ def in_8_bits(arguments):
 
 def exact(arguments):
     """Return the result in float64, row by row."""
-    x, weight, ends, tokens, bias, residual, gated, limit, scale, alpha = arguments
+    x, weight, ends, tokens, bias, residual, gated, limit, scale, alpha, round_x = arguments
+    if round_x:
+        values, x_scale = narrow_rows(x)
+        x = values.double() * x_scale.double()[:, None]
     rows = (x if tokens is None else x[tokens]).double()
     weight = weight.double() if scale is None else weight.double() * scale.double()[..., None]
     if ends is None:

@@ -6,13 +6,15 @@ import torch
 from attn_backends.kernels.linear import narrow_linear as narrow
 from attn_backends.kernels.linear.fp8_weight import Fp8Weight, widened
 from attn_backends.kernels.linear.linear import gated_linear, linear
+from attn_backends.kernels.linear.narrow_rows import narrow_rows
 from attn_backends.kernels.linear.product_kind import ProductKind, product_kind
+from attn_backends.kernels.linear.streamed_tiling import MAX_NARROW_ROWS
 from attn_backends.kernels.linear.swiglu import swiglu
 from builders.devices import Room
 from spec_decode.model_api import batch_invariance
-from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linear
+from spec_decode.models.layers.linear import ResidualLinear, grouped_gated_linear, grouped_linear, joined
 
-MANY = narrow.MAX_WIDE_ROWS + 1
+MANY, STREAMED = narrow.MAX_WIDE_ROWS + 1, ProductKind.NARROW_STREAMED
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,7 @@ def draw(*shape, seed=0, dtype=torch.bfloat16):
 
 def exact(x, weight):
     """The product of the rounded rows, in fp32."""
-    values, scale = narrow.narrow_rows(x)
+    values, scale = narrow_rows(x)
     return widened(values, scale), widened(weight.values, weight.scale)
 
 
@@ -44,25 +46,30 @@ def exact(x, weight):
 def test_rows_are_rounded_by_at_most_half_a_step(dtype):
     x = draw(70, 48, dtype=dtype)
     x[5] = 0
-    values, scale = narrow.narrow_rows(x)
+    values, scale = narrow_rows(x)
     assert (values.dtype, scale.dtype, scale.shape) == (torch.float8_e4m3fn, torch.float32, (70,))
     wide, error = x.float(), (widened(values, scale) - x.float()).abs()
     assert (error <= 2.0**-4 * wide.abs().maximum(scale[:, None] * 2**-6)).all()
     assert values.float().abs().amax(-1).eq(448).sum() == 69 and not values[5].float().any()
 
 
-def test_nan_and_infinity_stay_in_their_rows():
-    x, weight = draw(MANY, 32), Fp8Weight.of(draw(16, 32, seed=1))
+@pytest.mark.parametrize("rows", [MANY, MAX_NARROW_ROWS + 1])
+def test_nan_and_infinity_stay_in_their_rows(rows):
+    x, weight = draw(rows, 32), Fp8Weight.of(draw(16, 32, seed=1))
     x[3, 1], x[8, 2] = torch.nan, torch.inf
     out = linear(x, weight)
     assert out.isnan().any(-1).nonzero().flatten().tolist() == [3, 8]
 
 
+BY_ROWS = [(MANY, STREAMED), (MAX_NARROW_ROWS, STREAMED), (MAX_NARROW_ROWS + 1, ProductKind.NARROW)]
+
+
+@pytest.mark.parametrize(("count", "kind"), BY_ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_many_rows_are_multiplied_in_8_bits(dtype):
-    x, weight = draw(MANY, 32, dtype=dtype), Fp8Weight.of(draw(48, 32, seed=1))
-    bias, residual = draw(1, 48, seed=2, dtype=dtype)[0], draw(MANY, 48, seed=3, dtype=dtype)
-    assert product_kind(x, weight) is ProductKind.NARROW
+def test_many_rows_are_multiplied_in_8_bits(dtype, count, kind):
+    x, weight = draw(count, 32, dtype=dtype), Fp8Weight.of(draw(48, 32, seed=1))
+    bias, residual = draw(1, 48, seed=2, dtype=dtype)[0], draw(count, 48, seed=3, dtype=dtype)
+    assert product_kind(x, weight) is kind
     rows, wide = exact(x, weight)
     wanted = rows @ wide.T
     for found, sums in (
@@ -74,6 +81,18 @@ def test_many_rows_are_multiplied_in_8_bits(dtype):
         torch.testing.assert_close(found.float(), sums, rtol=2**-6, atol=2**-7)
     # And their rounding shows, so that this is not another kernel's result.
     assert (linear(x, weight).float() - x.float() @ wide.T).norm() > 0.01 * wanted.norm()
+
+
+@pytest.mark.parametrize(("inputs", "shares"), [(1280, 2), (512, None)])
+def test_residual_layer_leaves_shares_of_rounded_rows_to_next_norm(inputs, shares):
+    layer, x, residual = ResidualLinear(inputs, 48), draw(MANY, inputs), draw(MANY, 48, seed=3)
+    del layer.weight
+    layer.weight = Fp8Weight.of(draw(48, inputs, seed=1))
+    with torch.no_grad():
+        found, delta = layer(x, residual)
+    assert (shares, MANY, 48) == tuple(delta.shape) if shares else delta is None
+    rows, wide = exact(x, layer.weight)
+    torch.testing.assert_close(joined(found, delta).float(), residual + rows @ wide.T, rtol=2**-7, atol=2**-7)
 
 
 def test_sorted_rows_are_multiplied_in_8_bits(monkeypatch):
@@ -110,7 +129,9 @@ def test_weight_of_many_outputs_rounds_fewer_rows(tiles, most, monkeypatch):
     monkeypatch.setattr(narrow, "room_of", lambda device: Room(2, 232448))
     weight = Fp8Weight.of(draw(64 * tiles, 32))
     kinds = [product_kind(draw(rows, 32), weight) for rows in (most, most + 1)]
-    assert kinds == [ProductKind.STREAMED, ProductKind.NARROW]
+    assert kinds == [ProductKind.STREAMED, ProductKind.NARROW if most == 32 else STREAMED]
+    monkeypatch.setattr(narrow, "room_of", lambda device: Room(2, 232448, wgmma=False))
+    assert product_kind(draw(most + 1, 32), weight) is ProductKind.NARROW
 
 
 def test_batch_invariant_rows_keep_their_bits():

@@ -40,10 +40,10 @@ H200 = Room(num_sms=132, shared_memory=232448)
 
 def call(arguments):
     """By the public function of the form."""
-    x, weight, ends, tokens, bias, residual, gated, limit, scale, alpha = arguments
+    x, weight, ends, tokens, bias, residual, gated, limit, scale, alpha, round_x = arguments
     weight = weight if scale is None else Fp8Weight(weight, scale)
     if ends is None:
-        return streamed_linear(x, weight, bias, residual, gated=gated, limit=limit)
+        return streamed_linear(x, weight, bias, residual, gated=gated, limit=limit, round_x=round_x)
     return streamed_groups(x, weight, ends, tokens, bias=bias, gated=gated, limit=limit, alpha=alpha)
 
 
@@ -57,11 +57,16 @@ def test_torch_implementation_of_every_form_is_right(form, rows, dtype):
         # More rows than a launch takes, too.
         narrow = in_8_bits(arguments if rows == 1 else make_arguments(form, MAX_ROWS + 1, 21, 50, dtype))
         assert_exact(call(narrow), narrow)
+        if narrow.ends is None:
+            rounded = narrow._replace(round_x=True)
+            assert_exact(call(rounded), rounded)
+            assert not torch.equal(call(rounded), call(narrow))
 
 
 def test_too_many_rows_have_one_share():
-    x, weight = torch.zeros(MAX_ROWS + 1, 600).half(), Fp8Weight.of(torch.zeros(21, 600).half())
+    x, weight = torch.zeros(MAX_ROWS + 1, 1280).half(), Fp8Weight.of(torch.zeros(21, 1280).half())
     assert num_shares(x, weight) == 1 and num_shares(x[1:], weight) > 1
+    assert num_shares(x, weight, round_x=True) > 1 and num_shares(x.repeat(2, 1), weight, round_x=True) == 1
 
 
 MORE_ROWS = {
@@ -149,6 +154,11 @@ MISFITS = {
     "ends of another dtype": ({"ends": ENDS.long()}, r"ends torch.int64 \[2\]"),
     "tokens of another dtype": ({"ends": ENDS, "tokens": torch.zeros(3).int()}, r"tokens torch.int32 \[3\]"),
     "no weights": ({"ends": ENDS[:0], "weight": torch.zeros(0, 4, 8)}, r"weight torch.float32 \[0, 4, 8\]"),
+    "rows to round for a weight of 16 bits": (
+        {"x": HALF, "weight": HALF, "round_x": True},
+        r"x torch.float16 and weight torch.float16\.",
+    ),
+    "rows of 32 bits to round": ({"weight": Fp8Weight.of(HALF), "round_x": True}, r"x torch.float32 and weight .*e4m3"),
     "one bias for groups": ({"ends": ENDS, "bias": torch.zeros(4)}, r"bias torch.float32 \[4\]"),
     "one weight for groups": ({"ends": ENDS, "weight": torch.zeros(4, 8)}, r"weight torch.float32 \[4, 8\]"),
 }
@@ -177,8 +187,8 @@ def test_nan_gate_stays_nan_under_limit():
 
 @given(
     rows=st.integers(1, MAX_GATED_ROWS), n=st.integers(1, 300000), k=st.integers(1, 40000),
-    groups=st.sampled_from([0, 8]), itemsizes=st.sampled_from([(1, 2), (1, 4), (2, 2), (4, 4)]), gated=st.booleans(),
-    room=st.sampled_from([H200, Room(108, 166912), Room(8, 101376)]),
+    groups=st.sampled_from([0, 8]), itemsizes=st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 2), (4, 4)]),
+    gated=st.booleans(), room=st.sampled_from([H200, Room(108, 166912), Room(8, 101376)]),
 )  # fmt: skip
 @example(rows=129, n=1, k=1, groups=0, itemsizes=(2, 2), gated=False, room=Room(8, 101376))
 def test_every_tiling_fits_its_device(rows, n, k, groups, itemsizes, gated, room):
@@ -217,6 +227,21 @@ def test_measured_layer_has_its_fastest_tiling(rows, n, k, shares, stages):
 def test_measured_layer_in_8_bits_has_fastest_tiling(rows, n, k, warps, block_k, shares, stages):
     tile = streamed_tiling(rows, n, k, H200, itemsize=1)
     assert tile == StreamedTiling(row_blocks(rows)[0], 0, 64, block_k, shares, warps, stages)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "block_n", "shares", "stages"),
+    [
+        (64, 4096, 4096, 64, 2, 6), (65, 6144, 4096, 128, 2, 6), (128, 4096, 14336, 128, 4, 6),
+        (256, 4096, 4096, 128, 4, 4), (128, 1024, 2816, 128, 4, 6), (128, 5632, 1024, 128, 1, 6),
+        (128, 28672, 4096, 128, 1, 3), (256, 28672, 4096, 128, 1, 4),
+    ],
+)  # fmt: skip
+def test_rows_in_8_bits_fill_sms_once(rows, n, k, block_n, shares, stages):
+    tile = streamed_tiling(rows, n, k, H200, itemsize=1, x_itemsize=1)
+    tma, warps = rows > 80, 8 if rows > 160 else 4
+    assert tile == StreamedTiling(*row_blocks(rows), block_n, 128, shares, warps, stages, tma)
+    assert not streamed_tiling(rows, n, k + 8, H200, itemsize=1, x_itemsize=1).tma
 
 
 @pytest.mark.parametrize(
