@@ -2,7 +2,7 @@
 twice as fast as 16, and no product that keeps 16-bit rows is as fast as one of two 16-bit operands.
 
 Each row has a scale of its own, as each output of the weight has. torch multiplies the 8-bit numbers and applies both
-scales to the sums; with up to a few hundred rows and few outputs, streamed_linear does.
+scales to the sums; up to STREAMED_ROWS, streamed_linear does.
 
 Legend: M rows, T rows of x that M sorted rows are gathered from, K inputs, N outputs, E weights.
 """
@@ -15,7 +15,7 @@ import torch
 
 from attn_backends.kernels.linear.fp8_weight import DTYPE, Fp8Weight
 from attn_backends.kernels.linear.narrow_rows import narrow_rows
-from attn_backends.kernels.linear.streamed_tiling import MAX_NARROW_ROWS, is_alone
+from attn_backends.kernels.linear.streamed_tiling import is_alone
 from builders.devices import room_of
 
 MAX_WIDE_ROWS = 64
@@ -32,6 +32,12 @@ MAX_WIDE_SORTED_ROWS = 512
 """The same for rows sorted by expert. With 512 and 2,048 rows, Qwen3-30B's 128 experts take 0.49 and 1.08 of torch's
 time in bf16 if the rows stay in 16 bits, and 0.57 and 0.61 in 8 bits (H200)."""
 
+STREAMED_ROWS = 0
+"""Up to this many rounded rows of an 8-bit weight of few outputs, `streamed_linear` multiplies, which can take
+MAX_NARROW_ROWS: none before it has run on a GPU. torch has no more programs than tiles, so such a weight leaves SMs
+idle: with 8 to 128 rows, Llama-3-8B's products of 4,096 and 6,144 outputs take 2.7 to 4 times as long as reading the
+weight once (H200)."""
+
 _ALIGNMENT = 16
 """torch's products of 8-bit numbers need multiples of this many inputs and outputs."""
 _CAPABILITIES = (9, 10)
@@ -44,13 +50,9 @@ def most_wide_rows(n: int, device: torch.device) -> int:
 
 
 def streams_narrow_rows(rows: int, n: int, device: torch.device) -> bool:
-    """Whether `streamed_linear` is the kernel for so many rows in 8 bits and an 8-bit weight of n rows.
-
-    torch has no more programs than tiles, so a weight of few outputs leaves SMs idle: with 8 to 128 rows, Llama-3-8B's
-    layers of 4,096 and 6,144 outputs take 2.7 to 4 times as long as reading the weight once (H200).
-    """
+    """Whether `streamed_linear` is the kernel for so many rows in 8 bits and an 8-bit weight of n rows."""
     room = room_of(device)
-    return rows <= MAX_NARROW_ROWS and room.wgmma and is_alone(n, room)
+    return rows <= STREAMED_ROWS and room.wgmma and is_alone(n, room)
 
 
 def multiplies_narrow_rows(x: torch.Tensor, weight: Fp8Weight) -> bool:

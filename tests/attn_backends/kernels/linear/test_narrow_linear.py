@@ -27,6 +27,7 @@ def supported(monkeypatch):
         return (wide * scale[:, None] * outputs[groups]).to(out_dtype)
 
     monkeypatch.setattr(narrow, "_has_narrow_products", lambda device: True)
+    monkeypatch.setattr(narrow, "STREAMED_ROWS", MAX_NARROW_ROWS)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", by_group)
 
 
