@@ -3,7 +3,7 @@
 Times every tiling roughly, then the best well: of rows rounded to 8 bits, or with --bits 16 of rows that stay in 16.
 Prints a line per product: the time to read the weight once (the floor), of torch's linear layer in bfloat16, of torch's
 product of rounded rows and of the tilings in use, for rows in 8 and in 16 bits; then the best tilings and their times.
-Times of rounded rows include the rounding.
+Times of rounded rows include the rounding. A line also has the time that a call takes the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attn_backends.kernels.linear.narrow_linear import narrow_linear
 from attn_backends.kernels.linear.streamed_linear import StreamedLinear
 from attn_backends.kernels.linear.streamed_tiling import StreamedTiling, streamed_tiling
 from benchmarks.cases.products import cold_copies
-from benchmarks.measure import copy_bandwidth, time_kernels
+from benchmarks.measure import copy_bandwidth, time_call, time_kernels
 from benchmarks.random_product import DEVICE, RandomProduct
 from builders.devices import room_of
 from builders.kernels.sizes import cdiv
@@ -122,6 +122,8 @@ def tuned(shape: StreamedProduct, tilings: list[StreamedTiling], bandwidth: floa
         total = time_kernels(lambda: [call(each) for each in operands], calls=calls)["p50"]
         return round(total / len(operands), 2)
 
+    products = (partial(narrow_linear, x, narrow[0]), partial(shape.run, None, x, narrow[0]))
+    torch_host, host = (time_call(product, DEVICE).host_us["p50"] for product in products)
     others = {f"rows in {bits} bits": replace(shape, bits=bits) for bits in (8, 16)}
     used = {name: timed(partial(other.run, None, x), narrow) for name, other in others.items()}
     best = sorted(tilings, key=lambda tile: timed(partial(shape.run, tile, x), narrow, 1))[:_BEST]
@@ -130,7 +132,8 @@ def tuned(shape: StreamedProduct, tilings: list[StreamedTiling], bandwidth: floa
         f"{shape.describe()}: floor {narrow[0].nbytes / bandwidth:.2f} us; "
         f"F.linear {timed(partial(F.linear, x), weights)}; torch in 8 bits {timed(partial(narrow_linear, x), narrow)}; "
         + "; ".join(f"{name} {us}" for name, us in used.items())
-        + f" ({_short(tilings[0])} in use in {shape.bits}); best: "
+        + f" ({_short(tilings[0])} in use in {shape.bits}); "
+        f"on the host, torch in 8 bits {torch_host:.0f}, rows in {shape.bits} bits {host:.0f}; best: "
         + "; ".join(f"{us} {tile}" for us, tile in times)
     )
 
