@@ -141,7 +141,8 @@ def _vllm(flags: argparse.Namespace) -> tuple[list[Path], list[str], list[str], 
     paths = [flags.tests / "tests" / file for file in vllm_suite.FILES]
     with tempfile.TemporaryDirectory() as folder:
         vllm_suite.write_configs(Path(folder))
-        more = ["-p", "tests.engines.conftest", *(["-k", flags.only] if flags.only else [])]
+        more = [] if vllm_suite.CUDA else ["-p", "tests.engines.conftest"]
+        more += ["-k", flags.only] if flags.only else []
         rows = run(paths, flags.tests, [vllm_suite.InTheirPlaces()], more)
     modules = [f"attn_backends.engines.vllm.{name}" for name in ("flashinfer", "paged", "mla")]
     return paths, [*vllm_suite.DENSE, *vllm_suite.LATENT], modules, rows

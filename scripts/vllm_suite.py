@@ -120,7 +120,18 @@ class InTheirPlaces:
             yield config
 
     @pytest.fixture
-    def dist_init(self, one_process: None) -> None: ...
+    def dist_init(self, request: pytest.FixtureRequest, default_vllm_config: Any, tmp_path: Path) -> Iterator[None]:
+        from vllm import distributed
+
+        if not CUDA:
+            request.getfixturevalue("one_process")
+            yield
+            return
+        distributed.init_distributed_environment(1, 0, f"file://{tmp_path}/group", 0, backend="nccl")
+        distributed.initialize_model_parallel(1)
+        yield
+        distributed.destroy_model_parallel()
+        distributed.destroy_distributed_environment()
 
     @pytest.fixture
     def workspace_init(self) -> Iterator[None]:
@@ -153,8 +164,7 @@ def _make_in_the_models_dtype(impl: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _register(backend: Any, layers: list[str], config: Any, options: dict[str, Any]) -> None:
     from vllm.config import set_current_vllm_config
-
-    from tests.engines.vllm_runner import layer_of
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     model, heads = config.model_config, config.parallel_config
     layer = {name: options[name] for name in ("sliding_window", "attn_type", "kv_cache_dtype")}
@@ -162,7 +172,10 @@ def _register(backend: Any, layers: list[str], config: Any, options: dict[str, A
     sizes = model.get_num_attention_heads(heads), model.get_head_size(), 1.0 / model.get_head_size() ** 0.5
     with set_current_vllm_config(config):
         impl = backend.get_impl_cls()(*sizes, num_kv_heads=model.get_num_kv_heads(heads), alibi_slopes=None, **layer)
-    config.compilation_config.static_forward_context |= dict.fromkeys(layers, layer_of(impl))
+    layer_of = type(
+        "Layer", (AttentionLayerBase,), dict.fromkeys(AttentionLayerBase.__abstractmethods__) | {"impl": impl}
+    )
+    config.compilation_config.static_forward_context |= {name: layer_of() for name in layers}
 
 
 def _run_on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
