@@ -69,6 +69,7 @@ engine-sglang: $(VENV)/.installed $(SGLANG)/.unpacked
 engine-sglang-rounds: $(VENV)/.installed $(SGLANG)/.unpacked
 	PYTHONPATH=$(SGLANG) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_sglang_rounds.py \
 		tests/engines/test_sglang_recurrent_states.py
+	PYTHONPATH=$(SGLANG) TRITON_INTERPRET=1 $(BIN)/python scripts/others_suites.py sglang --json build/engines/others-sglang.json
 
 $(VLLM)/.unpacked: engine_kits/vllm/requirements.txt | $(BIN)/pip
 	$(BIN)/python scripts/unpack_engine.py vllm==0.33.0 $(VLLM) engine_kits/vllm/requirements.txt

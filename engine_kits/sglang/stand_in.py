@@ -75,6 +75,11 @@ def enter() -> None:
     launch_in_order()
     os.environ.update(_ENVIRONMENT)
     warnings.filterwarnings("ignore", "Triton is not supported on current platform")  # as on a machine without a GPU
+    do_without_kernels()
+
+
+def do_without_kernels() -> None:
+    """Do the same where torch finds a GPU, but SGLang's compiled kernels and its server are not installed."""
     stand_in_for(*_KERNELS, *_SERVER)
     pictures.do_without()
     _publish()

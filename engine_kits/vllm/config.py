@@ -37,7 +37,7 @@ _MODELS = {"LlamaForCausalLM": 2, "EagleLlamaForCausalLM": 1}
 """Architectures of the target and the draft, with their layer counts."""
 
 
-class _NoModel(torch.nn.Module):
+class NoModel(torch.nn.Module):
     """The methods that vLLM requires of a class to count as a model that generates text."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None: ...
@@ -75,7 +75,7 @@ def _plain(tokens: int) -> Any:
         homes = []
         for architecture, layers in _MODELS.items():
             # vLLM would inspect its own class in a separate process, which takes half a minute.
-            ModelRegistry.register_model(architecture, _NoModel)
+            ModelRegistry.register_model(architecture, NoModel)
             homes.append(home := Path(folder) / architecture)
             home.mkdir()
             document = {"architectures": [architecture], "num_hidden_layers": layers, **_LLAMA}

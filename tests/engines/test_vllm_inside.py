@@ -53,6 +53,14 @@ def test_backend_class_reports_its_vllm_name(name):
     assert backend_of(name).get_name() == name
 
 
+@pytest.mark.parametrize("name", DENSE)
+def test_metadata_has_slots_as_all_of_vllms(name):
+    runner = make_runner(name)
+    runner.fill([5])
+    common = runner.common()
+    assert runner.builder.build(0, common).slot_mapping.data_ptr() == common.slot_mapping.data_ptr()
+
+
 @pytest.mark.parametrize("name", [name for name in plug_in.NAMES if "FLASH_ATTN3" in name or name.endswith("FLASHMLA")])
 def test_missing_kernels_raise_import_error(name, monkeypatch):
     ours = name.removeprefix("ATTN_BACKENDS_").lower()

@@ -23,7 +23,8 @@ class Decode(wrappers.BatchDecodeWithPagedKVCacheWrapper):
     """With 1 + K tokens per request, which FlashInfer 0.7.2 plans with a tile of that length."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
-        super().__init__(workspace, layout, **{**options, "use_tensor_cores": True})
+        super().__init__(workspace, "NHD", **{**options, "use_tensor_cores": True})
+        self.kv_layout = layout
         for buffer in (self._int_workspace_buffer, self._pin_memory_int_workspace_buffer):
             buffer.zero_()
 
@@ -48,14 +49,13 @@ class Decode(wrappers.BatchDecodeWithPagedKVCacheWrapper):
         self._plan([q_len_per_req] * rows, indptr, indices, last_page_len, *sizes, **known)
 
     def run(self, q: torch.Tensor, cache: Any, *, out: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self._run(q, cache, out, causal=self._query_len > 1)[0]
+        return self._run(q, _tokens_first(cache, self.kv_layout), out, causal=self._query_len > 1)[0]
 
 
 class Prefill(wrappers.BatchPrefillWithPagedKVCacheWrapper):
     """vLLM plans it for batches with prefills and for blocks; we plan it once for each shape of blocks."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
-        # vLLM passes the other layout, which is ignored.
         super().__init__(workspace, "NHD", **{**options, "backend": "fa2"})
         self.kv_layout = layout
 
@@ -66,7 +66,12 @@ class Prefill(wrappers.BatchPrefillWithPagedKVCacheWrapper):
         super().plan(*rows, **{name: value for name, value in numbers.items() if name not in extra})
 
     def run(self, q: torch.Tensor, cache: Any, *, out: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self._run(q, cache, out, causal=self._causal)[0]
+        return self._run(q, _tokens_first(cache, self.kv_layout), out, causal=self._causal)[0]
+
+
+def _tokens_first(cache: Any, layout: str) -> Any:
+    """View pages [num_kv_heads, page_size, head_dim] (HND) as the stand-in's (NHD); those are passed as they are."""
+    return cache if layout == "NHD" else tuple(part.transpose(1, 2) for part in cache)
 
 
 def install(monkeypatch: Any, flashinfer: ModuleType) -> None:

@@ -42,10 +42,12 @@ _LAYER = (
 
 @dataclass(frozen=True, slots=True)
 class LayerMetadata:
-    """The inner builder's metadata, and whether the batch is causal: vLLM sets that per batch, not per layer."""
+    """The inner builder's metadata, whether the batch is causal, which vLLM sets per batch and not per layer, and its
+    slots, under the name that all of vLLM's metadata have."""
 
     ours: Any
     causal: bool
+    slot_mapping: torch.Tensor
 
 
 class PagedBuilder(OurBuilder, AttentionMetadataBuilder[LayerMetadata]):
@@ -79,7 +81,7 @@ class PagedBuilder(OurBuilder, AttentionMetadataBuilder[LayerMetadata]):
         )
         check_causality(common_attn_metadata, serves_blocks=self.serves_blocks, sliding_window=self.sliding_window)
         batch, causal = batch_of(common_attn_metadata, max_seq_len=self.max_seq_len), common_attn_metadata.causal
-        return LayerMetadata(self.inner[causal].build(batch), causal)
+        return LayerMetadata(self.inner[causal].build(batch), causal, common_attn_metadata.slot_mapping)
 
     def update_draft_decode_metadata(self, metadata: LayerMetadata) -> None:
         """Refresh from vLLM's current lengths. Raises nothing that build() has not raised before."""
