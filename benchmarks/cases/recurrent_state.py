@@ -18,8 +18,8 @@ import torch
 
 from attn_backends import NoBackend, Rejected, StateCache, StateInputs, get_state
 from attn_backends.state_kernels.convolution import launch_convolution
-from attn_backends.state_kernels.delta_rule import DeltaRuleStep, delta_rule_step
 from attn_backends.state_kernels.rows import plan_arguments
+from attn_backends.state_kernels.step import StateStep, state_step
 from benchmarks.column_states import ColumnStates, column_states
 from benchmarks.decode_fixture import COLD_BYTES, shuffled_tables
 from benchmarks.measure import time_call, time_in_turn
@@ -47,21 +47,16 @@ class Layer(NamedTuple):
     """A layer's step: the arguments of our op; those that convolve for a peer, whose window is its own; and the states
     fp32 [R, 1 + Q, HV, Dk, Dv] of the columns, all as before the step."""
 
-    ours: DeltaRuleStep
-    peers: DeltaRuleStep
+    ours: StateStep
+    peers: StateStep
     columns: torch.Tensor
 
     def convolved(self) -> torch.Tensor:
         """Return [q | k | v] fp32 [R * Q, C] for a peer."""
-        step, (value_heads, _, value_dim) = self.peers, self.columns.shape[2:]
-        plan = plan_arguments(step, step.key.shape[1])
-        mixed, _ = launch_convolution(
-            step.x, step.weight, step.bias, None, step.conv, step.key, value_heads, value_dim, step.max_query_len, plan
-        )
-        return mixed
+        return launch_convolution(self.peers, plan_arguments(self.peers, self.peers.key.shape[1]))[0]
 
 
-class StateStep:
+class TimedStep:
     """Layers of one step of `queries` tokens of each request, the requests of each layer at other stages of a journal.
 
     Together the states are not in the L2 cache. moved_bytes: what a layer's step must move, on average.
@@ -107,7 +102,7 @@ class StateStep:
         peers = ours._replace(conv=conv, key=key, base=context, held=torch.zeros_like(replay), may_fold=False)
         return Layer(ours, peers, state[:, None].repeat(1, 1 + self.queries, 1, 1, 1))
 
-    def _arguments(self, cache: StateCache) -> DeltaRuleStep:
+    def _arguments(self, cache: StateCache) -> StateStep:
         spec, rows, tokens, device = self.spec, self.num_reqs, self.num_reqs * self.queries, self.device
         limit = _CONTEXT + self.queries
         tables, _ = shuffled_tables(limit, rows, limit, device)
@@ -121,7 +116,7 @@ class StateStep:
             torch.rand(tokens, spec.num_value_heads, device=device),
             torch.randn(spec.conv_channels, spec.conv_width, device=device).to(spec.dtype),
         )
-        return DeltaRuleStep.of(inputs, cache, builder.build(view))
+        return StateStep.of(inputs, cache, builder.build(view), spec.recurrence)
 
 
 def recurrent_state_rows(bench: Bench) -> Iterator[BenchRow]:
@@ -129,10 +124,10 @@ def recurrent_state_rows(bench: Bench) -> Iterator[BenchRow]:
     for layer, drafted, entries, num_reqs in product(*(_SHAPES if bench.on_cuda else _SHAPES_ON_CPU)):
         spec = replace(layer, journal=entries * (1 + drafted))
         with bench.noting(CASE, at=f"[{spec.describe()}], {num_reqs} requests"):
-            yield from comparison_rows(bench, StateStep(spec, 1 + drafted, num_reqs, bench.device))
+            yield from comparison_rows(bench, TimedStep(spec, 1 + drafted, num_reqs, bench.device))
 
 
-def comparison_rows(bench: Bench, step: StateStep) -> Iterator[BenchRow]:
+def comparison_rows(bench: Bench, step: TimedStep) -> Iterator[BenchRow]:
     """Yield our row, with its time over the best peer's, and the peers' rows."""
     at, peers = f"[{step.spec.describe()}], {step.queries} tokens of {step.num_reqs} requests", []
     expected = our_step(step.layers[0]).float()
@@ -157,7 +152,7 @@ def comparison_rows(bench: Bench, step: StateStep) -> Iterator[BenchRow]:
 
 
 def our_step(layer: Layer) -> torch.Tensor:
-    return delta_rule_step(*layer.ours)
+    return state_step(*layer.ours)
 
 
 def columns_by(block_v: int, num_warps: int, layers: list[Layer]) -> Call:
@@ -205,7 +200,7 @@ def _vllm_arguments(layer: Layer) -> dict[str, Any]:
     }
 
 
-def _row(bench: Bench, step: StateStep, name: str, call: Call) -> BenchRow:
+def _row(bench: Bench, step: TimedStep, name: str, call: Call) -> BenchRow:
     if bench.on_cuda:
         times: BenchRow = {"gpu_us": time_in_turn(call, step.layers)}
     else:
