@@ -31,9 +31,11 @@ CASE = "recurrent-state"
 _OURS = "triton_state"
 _QWEN3_5 = StateSpec(num_key_heads=16, num_value_heads=48, key_dim=128, value_dim=128, journal=1)
 _KIMI = replace(_QWEN3_5, num_key_heads=32, num_value_heads=32, recurrence=Recurrence.KDA)
-_SHAPES = ((_QWEN3_5, _KIMI), (3, 7, 15), (2, 4), (1, 8, 32, 64))
+_NEMOTRON = replace(_QWEN3_5, num_key_heads=8, num_value_heads=128, value_dim=64, recurrence=Recurrence.SSD)
+_SHAPES = ((_QWEN3_5, _KIMI, _NEMOTRON), (3, 7, 15), (2, 4), (1, 8, 32, 64))
 """Layers, drafted tokens K, entries of a journal per query token, and requests."""
-_SHAPES_ON_CPU = ((replace(_QWEN3_5, num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16),), (3,), (2,), (2,))
+_TINY = {"num_key_heads": 1, "num_value_heads": 2, "key_dim": 16, "value_dim": 16}
+_SHAPES_ON_CPU = ((replace(_QWEN3_5, **_TINY), replace(_NEMOTRON, **_TINY)), (3,), (2,), (2,))
 TILES = ((8, 1), (16, 1), (32, 2), (32, 4), (64, 4), (64, 8))
 """Columns of a state per program, and warps, of which the peer takes the fastest."""
 _ROUNDING = 0.02
@@ -110,11 +112,14 @@ class TimedStep:
         buffers.load([self.queries] * rows, [limit] * rows)
         view = buffers.view(0, num_reqs=rows, num_tokens=tokens, max_query_len=self.queries)
         builder = StateBuilder(spec, device, max_reqs=rows, max_tokens=tokens, max_seq_len=limit)
+        skips, beta = spec.recurrence.rule.skips, torch.rand(tokens, spec.num_value_heads, device=device)
         inputs = StateInputs(
             torch.randn(tokens, spec.conv_channels, device=device).to(spec.dtype),
-            -torch.rand(tokens, *spec.decay_dims, device=device),
-            torch.rand(tokens, spec.num_value_heads, device=device),
+            # As Mamba2's, a step size times a rate.
+            -beta if skips else -torch.rand(tokens, *spec.decay_dims, device=device),
+            beta,
             torch.randn(spec.conv_channels, spec.conv_width, device=device).to(spec.dtype),
+            skip=torch.randn(spec.num_value_heads, device=device) if skips else None,
         )
         return StateStep.of(inputs, cache, builder.build(view), spec.recurrence)
 
@@ -159,9 +164,11 @@ def columns_by(block_v: int, num_warps: int, layers: list[Layer]) -> Call:
     """Return the peer with these tiles, after our own convolution."""
 
     def call(layer: Layer) -> torch.Tensor:
-        step = layer.peers
-        heads = step.key.shape[2]
-        given = ColumnStates(layer.convolved(), step.decay, step.beta, layer.columns, heads, block_v, num_warps)
+        step, subtracts = layer.peers, Recurrence(layer.peers.recurrence).rule.subtracts
+        given = ColumnStates(
+            layer.convolved(), step.decay, step.beta, step.skip, layer.columns, subtracts, step.key.shape[2], block_v,
+            num_warps,
+        )  # fmt: skip
         return column_states(*given)
 
     return call
@@ -172,32 +179,71 @@ def vllm_by(layers: list[Layer]) -> Call:
 
     Raises NoBackend for a decay per channel.
     """
+    if not Recurrence(layers[0].ours.recurrence).rule.subtracts:
+        return _vllm_mamba2_by(layers)
     from vllm.third_party.flash_linear_attention.ops.fused_recurrent import (
         fused_recurrent_gated_delta_rule_fwd,
     )
 
     if layers[0].ours.decay.dim() == 3:
         raise NoBackend("its kernel of columns has one decay per value head")
-    arguments = {id(layer): _vllm_arguments(layer) for layer in layers}
+
+    def arguments_of(layer: Layer) -> dict[str, Any]:
+        *qkv, given = _vllm_arguments(layer)
+        tokens = dict(zip("qkv", (part[None] for part in qkv), strict=True))
+        scalars = {"g": layer.peers.decay[None], "beta": layer.peers.beta[None], "scale": 1.0}
+        return {**tokens, **scalars, "initial_state": given.pop("state"), **given}
+
+    arguments = {id(layer): arguments_of(layer) for layer in layers}
     return lambda layer: fused_recurrent_gated_delta_rule_fwd(**arguments[id(layer)])[0][0]
 
 
-def _vllm_arguments(layer: Layer) -> dict[str, Any]:
+def _vllm_mamba2_by(layers: list[Layer]) -> Call:
+    from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
+
+    def arguments(layer: Layer) -> tuple[dict[str, Any], torch.Tensor]:
+        step, shape = layer.peers, (*layer.columns.shape[2:3], *layer.columns.shape[:2:-1])
+        heads, value_dim, _ = shape
+        c, b, x, given = _vllm_arguments(layer)
+        rate = (step.decay[0] / step.beta[0])[:, None, None].expand(shape)
+        every = {"dt": step.beta[..., None].expand(x.shape), "D": step.skip[:, None].expand(heads, value_dim)}
+        # Of no effect, but its test for one rate per head reads the strides.
+        every["dt_bias"] = torch.zeros(heads, 1, device=x.device).expand(heads, value_dim)
+        out = torch.empty_like(x)
+        indices = given.pop("ssm_state_indices")
+        return {**given, "x": x, "A": rate, "B": b, "C": c, **every, "state_batch_indices": indices, "out": out}, out
+
+    known = {id(layer): arguments(layer) for layer in layers}
+
+    def call(layer: Layer) -> torch.Tensor:
+        given, out = known[id(layer)]
+        selective_state_update(**given)
+        return out
+
+    return call
+
+
+def _vllm_arguments(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return q, k and v [R * Q, heads, dim], and where both of its kernels find their states."""
     step, (rows, columns, *_) = layer.peers, layer.columns.shape
     queries, (heads, key_dim), value_dim = columns - 1, step.key.shape[2:], layer.columns.shape[4]
     keys, device = heads * key_dim, step.x.device
-    q, k, v = layer.convolved().to(step.x.dtype)[None].split([keys, keys, step.x.shape[1] - 2 * keys], -1)
+    q, k, v = layer.convolved().to(step.x.dtype).split([keys, keys, step.x.shape[1] - 2 * keys], -1)
     q, k, v = (part.unflatten(-1, (-1, dim)).contiguous() for part, dim in ((q, key_dim), (k, key_dim), (v, value_dim)))
     # Its states have the key's dim last; index 0 means none.
     states = torch.zeros(1 + rows * queries, *layer.columns.shape[2:], device=device).transpose(-1, -2).contiguous()
     states[1::queries] = layer.columns[:, 0].transpose(-1, -2)
-    return {
-        **{"q": q, "k": k, "v": v, "g": step.decay[None], "beta": step.beta[None], "scale": 1.0},
-        "initial_state": states,
-        "cu_seqlens": step.query_start_loc,
-        "ssm_state_indices": torch.arange(1, 1 + rows * queries, device=device).view(rows, queries).int(),
-        "num_accepted_tokens": torch.ones(rows, dtype=torch.int32, device=device),
-    }
+    return (
+        q,
+        k,
+        v,
+        {
+            "state": states,
+            "cu_seqlens": step.query_start_loc,
+            "ssm_state_indices": torch.arange(1, 1 + rows * queries, device=device).view(rows, queries).int(),
+            "num_accepted_tokens": torch.ones(rows, dtype=torch.int32, device=device),
+        },
+    )
 
 
 def _row(bench: Bench, step: TimedStep, name: str, call: Call) -> BenchRow:

@@ -11,6 +11,7 @@ from attn_backends.state_kernels import convolution, matrix, move_entries, rows,
 from benchmarks import measure
 from benchmarks.cases import recurrent_state
 from benchmarks.rows import Bench
+from builders import Recurrence
 from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import CPU
 from tests.ops.questions import check_op
@@ -117,21 +118,38 @@ def fused_recurrent(q, k, v, g, beta, scale, initial_state, cu_seqlens, ssm_stat
     return out, initial_state
 
 
+def selective_state_update(
+    state, x, dt, A, B, C, D, dt_bias, state_batch_indices, num_accepted_tokens, cu_seqlens, out
+):  # fmt: skip
+    """vLLM's kernel by its definition."""
+    assert not any(part.stride(-1) for part in (dt, A, dt_bias))
+    B, C = (part.float().repeat_interleave(x.shape[1] // part.shape[1], 1) for part in (B, C))
+    for row, (indices, accepted) in enumerate(zip(state_batch_indices, num_accepted_tokens, strict=True)):
+        own = state[indices[accepted - 1]]
+        for at, token in enumerate(range(cu_seqlens[row], cu_seqlens[row + 1])):
+            step = dt[token] + dt_bias
+            own = own * (A * step[..., None]).exp() + (step * x[token].float())[..., None] * B[token][:, None]
+            out[token] = torch.einsum("hvk,hk->hv", own, C[token]) + D * x[token]
+            state[indices[at]] = own
+
+
 def test_bench_starts_and_peers_agree(monkeypatch):
     monkeypatch.setattr(measure, "_WARMUP", 0)
     monkeypatch.setattr(measure, "_REPEATS", 1)
     monkeypatch.setattr(recurrent_state, "TILES", ((8, 1), (32, 4)))
     module = "vllm.third_party.flash_linear_attention.ops.fused_recurrent"
     install_module(monkeypatch, module, fused_recurrent_gated_delta_rule_fwd=fused_recurrent)
+    module = "vllm.model_executor.layers.mamba.ops.mamba_ssm"
+    install_module(monkeypatch, module, selective_state_update=selective_state_update)
     bench = Bench(CPU, None)
     rows = list(recurrent_state.recurrent_state_rows(bench))
-    assert [row["backend"] for row in rows] == ["triton_state", "columns 8x1", "columns 32x4", "vllm"]
+    assert [row["backend"] for row in rows] == ["triton_state", "columns 8x1", "columns 32x4", "vllm"] * 2
     assert not bench.missing and all(row["wall_us"]["p50"] > 0 for row in rows)
 
 
 def test_columns_are_those_of_their_definition():
-    ((spec,), *_) = recurrent_state._SHAPES_ON_CPU
-    for changes in ({}, {"recurrence": recurrent_state.Recurrence.KDA}):
+    ((spec, _), *_) = recurrent_state._SHAPES_ON_CPU
+    for changes in ({}, *({"recurrence": each} for each in (Recurrence.KDA, Recurrence.SSD))):
         layers = recurrent_state.TimedStep(recurrent_state.replace(spec, journal=8, **changes), 4, 2, CPU).layers * 2
         found, columns = recurrent_state.columns_by(16, 1, layers)(layers[0]), layers[0].columns.clone()
         with torch_implementations():

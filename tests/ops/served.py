@@ -196,11 +196,11 @@ def state() -> Iterator[Case]:
                 masks and tensor(masks, tokens), count, CONTEXT, absorb, True, 0, spec.recurrence.value,
             )  # fmt: skip
 
-    for (block_v, warps), decays in product(TILES, ((48,), (48, 128))):
+    for (block_v, warps), decays, skip in product(TILES, ((48,), (48, 128)), (None, tensor(FP32, 48))):
         tokens = REQUESTS * 8
         yield "benchmarks::column_states", (
             tensor(FP32, tokens, 80 * 128), tensor(FP32, tokens, *decays), tensor(FP32, tokens, 48),
-            tensor(FP32, REQUESTS, 9, 48, 128, 128), 16, block_v, warps,
+            skip, tensor(FP32, REQUESTS, 9, 48, 128, 128), skip is None, 16, block_v, warps,
         )  # fmt: skip
 
 
