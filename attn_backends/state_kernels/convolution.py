@@ -111,8 +111,8 @@ def _state_convolution_kernel(
     TREE: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """mixed = SiLU(convolution of x after the slot's window), and norm 1 for q and k. One program per BLOCK_T tokens of
-    a row and head of [q | k | v]; grid [R * num_blocks, heads]."""
+    """mixed = SiLU(convolution of x after the slot's window), and norm 1 for q and k, where a recurrence has them. One
+    program per BLOCK_T tokens of a row and head of [q | k | v]; grid [R * num_blocks, heads]."""
     NORM_EPS: tl.constexpr = 1e-6
     await_previous(PDL)
     row = tl.program_id(0) // num_blocks

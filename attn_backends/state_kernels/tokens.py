@@ -42,8 +42,9 @@ def launch_tokens(step: Any, block_t: int, shared: dict[str, Any]) -> BlockFacto
     """Compute the factors in blocks of block_t tokens of a `StateStep`. shared: arguments that are also those of the
     next kernel."""
     tokens, value_heads = step.beta.shape
-    score, solve = (step.beta.new_empty(tokens, value_heads, block_t) for _ in range(2))
-    factors = BlockFactors(solve if shared["SUBTRACTS"] else None, score, step.decay.new_empty(step.decay.shape))
+    score = step.beta.new_empty(tokens, value_heads, block_t)
+    solve = score.new_empty(score.shape) if shared["SUBTRACTS"] else None
+    factors = BlockFactors(solve, score, step.decay.new_empty(step.decay.shape))
     blocks = cdiv(step.max_query_len, block_t)
     _state_tokens_kernel[(len(step.seq_lens) * blocks, value_heads)](
         solve_ptr=factors.solve,
