@@ -34,7 +34,7 @@ _KIMI = replace(_QWEN3_5, num_key_heads=32, num_value_heads=32, recurrence=Recur
 _NEMOTRON = replace(_QWEN3_5, num_key_heads=8, num_value_heads=128, value_dim=64, recurrence=Recurrence.SSD)
 _SHAPES = ((_QWEN3_5, _KIMI, _NEMOTRON), (3, 7, 15), (2, 4), (1, 8, 32, 64))
 """Layers, drafted tokens K, entries of a journal per query token, and requests."""
-_TINY = {"num_key_heads": 1, "num_value_heads": 2, "key_dim": 16, "value_dim": 16}
+_TINY: dict[str, Any] = {"num_key_heads": 1, "num_value_heads": 2, "key_dim": 16, "value_dim": 16}
 _SHAPES_ON_CPU = ((replace(_QWEN3_5, **_TINY), replace(_NEMOTRON, **_TINY)), (3,), (2,), (2,))
 TILES = ((8, 1), (16, 1), (32, 2), (32, 4), (64, 4), (64, 8))
 """Columns of a state per program, and warps, of which the peer takes the fastest."""
@@ -201,26 +201,31 @@ def vllm_by(layers: list[Layer]) -> Call:
 def _vllm_mamba2_by(layers: list[Layer]) -> Call:
     from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
 
-    def arguments(layer: Layer) -> tuple[dict[str, Any], torch.Tensor]:
-        step, shape = layer.peers, (*layer.columns.shape[2:3], *layer.columns.shape[:2:-1])
-        heads, value_dim, _ = shape
-        c, b, x, given = _vllm_arguments(layer)
-        rate = (step.decay[0] / step.beta[0])[:, None, None].expand(shape)
-        every = {"dt": step.beta[..., None].expand(x.shape), "D": step.skip[:, None].expand(heads, value_dim)}
-        # Of no effect, but its test for one rate per head reads the strides.
-        every["dt_bias"] = torch.zeros(heads, 1, device=x.device).expand(heads, value_dim)
-        out = torch.empty_like(x)
-        indices = given.pop("ssm_state_indices")
-        return {**given, "x": x, "A": rate, "B": b, "C": c, **every, "state_batch_indices": indices, "out": out}, out
-
-    known = {id(layer): arguments(layer) for layer in layers}
+    arguments = {id(layer): _mamba2_arguments(layer) for layer in layers}
 
     def call(layer: Layer) -> torch.Tensor:
-        given, out = known[id(layer)]
+        given = arguments[id(layer)]
         selective_state_update(**given)
+        out: torch.Tensor = given["out"]
         return out
 
     return call
+
+
+def _mamba2_arguments(layer: Layer) -> dict[str, Any]:
+    step, (_, _, heads, key_dim, value_dim) = layer.peers, layer.columns.shape
+    assert step.skip is not None
+    c, b, x, given = _vllm_arguments(layer)
+    rate, indices = step.decay[0] / step.beta[0], given.pop("ssm_state_indices")
+    # Views with strides of 0 tell it that a head has one step and one rate; the bias is 0.
+    return {
+        **given,
+        **{"x": x, "B": b, "C": c, "D": step.skip[:, None].expand(heads, value_dim), "out": torch.empty_like(x)},
+        "A": rate[:, None, None].expand(heads, value_dim, key_dim),
+        "dt": step.beta[..., None].expand(x.shape),
+        "dt_bias": torch.zeros(heads, 1, device=x.device).expand(heads, value_dim),
+        "state_batch_indices": indices,
+    }
 
 
 def _vllm_arguments(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
