@@ -1,4 +1,4 @@
-"""Recurrent state in Triton: the gated delta rule and Kimi Delta Attention, steps and prompts."""
+"""Recurrent state in Triton: steps and prompts of every recurrence."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from attn_backends.capabilities import Sizes
 from attn_backends.state import StateBackend, StateInputs, check_state_inputs
 from attn_backends.state_cache import StateCache, StateLengths
 from attn_backends.state_capabilities import StateCapabilities, StateFeature
-from attn_backends.state_kernels.delta_rule import DeltaRuleStep, delta_rule_step
 from attn_backends.state_kernels.move_entries import MoveEntries, move_entries
 from attn_backends.state_kernels.rows import EndStateStep, end_state_step
+from attn_backends.state_kernels.step import StateStep, state_step
 from builders import Recurrence, StateMetadata, StateSpec
 from builders.errors import require, require_tensor
 from builders.kernels.triton_runtime import TRITON_VERSION, interpreting, triton_unsupported_reasons
@@ -28,8 +28,8 @@ class TritonState(StateBackend):
     capabilities = StateCapabilities(
         devices=("cpu", "cuda"),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
-        recurrences=(Recurrence.GATED_DELTA, Recurrence.KDA),
-        key_dims=Sizes(minimum=8, maximum=128, multiple_of=8),
+        recurrences=tuple(Recurrence),
+        key_dims=Sizes(minimum=8, maximum=256, multiple_of=8),
         value_dims=Sizes(minimum=8, maximum=256, multiple_of=8),
         conv_widths=Sizes(maximum=8),
         journals=Sizes(maximum=64),
@@ -39,7 +39,10 @@ class TritonState(StateBackend):
     def unsupported_reasons(self, spec: StateSpec, device: torch.device) -> list[str]:
         if device.type == "cpu" and not interpreting():
             return ["runs on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1"]
-        return triton_unsupported_reasons(device.type)
+        reasons = triton_unsupported_reasons(device.type)
+        if spec.recurrence.rule.subtracts and spec.key_dim > 128:
+            reasons.append(f"key_dim must be at most 128 for {spec.recurrence.value}, got {spec.key_dim}")
+        return reasons
 
     def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
         """See `StateBackend.forward`. Raises BatchError also for a cache that is not contiguous."""
@@ -50,7 +53,7 @@ class TritonState(StateBackend):
             not strided,
             f"{' and '.join(strided)} of the cache must be contiguous; nothing was written. Use allocate_state.",
         )
-        return delta_rule_step(*DeltaRuleStep.of(inputs, cache, metadata))
+        return state_step(*StateStep.of(inputs, cache, metadata, spec.recurrence))
 
     def end_step(self, lengths: StateLengths, metadata: StateMetadata, *, spec: StateSpec) -> None:
         end_state_step(

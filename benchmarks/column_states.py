@@ -1,4 +1,4 @@
-"""The peer of a journal: a delta rule that writes the state after each token, so that a rollback is another column.
+"""The peer of a journal: a recurrence that writes the state after each token, so that a rollback is another column.
 
 Shape legend: R requests, Q query tokens of each, H key heads, HV value heads, Dk and Dv their dims, C channels of
 [q | k | v], G log decays of a value head (1 or Dk).
@@ -18,10 +18,12 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, st
 class ColumnStates(NamedTuple):
     """Take in Q tokens of each request, and write the state after each; returns [R * Q, HV, Dv] in bf16.
 
-    mixed      fp32 [R * Q, C], after the convolution: q and k of norm 1, q scaled
+    mixed      fp32 [R * Q, C], after the convolution, and normalised and scaled if the recurrence says so
     decay      fp32 [R * Q, HV, G], log
     beta       fp32 [R * Q, HV]
+    skip       fp32 [HV], or None
     states     fp32 [R, 1 + Q, HV, Dk, Dv]: column 0 is read, the others are written
+    subtracts  whether the recurrence is a delta rule
     key_heads  H
     block_v    columns of a state per program
     num_warps  of a program
@@ -30,7 +32,9 @@ class ColumnStates(NamedTuple):
     mixed: torch.Tensor
     decay: torch.Tensor
     beta: torch.Tensor
+    skip: torch.Tensor | None
     states: torch.Tensor
+    subtracts: bool
     key_heads: int
     block_v: int
     num_warps: int
@@ -49,10 +53,12 @@ class ColumnStates(NamedTuple):
             q, k = (rows[:, token, at : at + keys].view(requests, -1, key_dim, 1) for at in (0, keys))
             q, k = (part.repeat_interleave(value_heads // self.key_heads, 1) for part in (q, k))
             kept = state * decay[:, token].exp()
-            error = rows[:, token, 2 * keys :].view(requests, value_heads, value_dim) - (k * kept).sum(2)
-            state = kept + k * (self.beta.view(requests, queries, -1)[:, token, :, None] * error)[:, :, None]
+            v = rows[:, token, 2 * keys :].view(requests, value_heads, value_dim)
+            update = v - (k * kept).sum(2) if self.subtracts else v
+            state = kept + k * (self.beta.view(requests, queries, -1)[:, token, :, None] * update)[:, :, None]
             self.states[:, 1 + token] = state
-            outputs.append((q * state).sum(2))
+            skipped = 0 if self.skip is None else self.skip[:, None] * v
+            outputs.append((q * state).sum(2) + skipped)
         return torch.stack(outputs, 1).flatten(0, 1).bfloat16()
 
     def launch(self) -> torch.Tensor:
@@ -62,6 +68,7 @@ class ColumnStates(NamedTuple):
             mixed_ptr=self.mixed,
             decay_ptr=self.decay,
             beta_ptr=self.beta,
+            skip_ptr=self.skip,
             states_ptr=self.states,
             o_ptr=out,
             QUERIES=columns - 1,
@@ -72,6 +79,7 @@ class ColumnStates(NamedTuple):
             BLOCK_K=next_power_of_2(key_dim),
             BLOCK_V=self.block_v,
             PER_CHANNEL=self.decay.dim() == 3,
+            SUBTRACTS=self.subtracts,
             num_warps=self.num_warps,
             **dependent_launch(self.mixed.device),
         )
@@ -83,6 +91,7 @@ def _column_states_kernel(
     mixed_ptr,  # fp32 [R * Q, C]
     decay_ptr,  # fp32 [R * Q, HV, G]
     beta_ptr,  # fp32 [R * Q, HV]
+    skip_ptr,  # fp32 [HV], or None
     states_ptr,  # in and out: fp32 [R, 1 + Q, HV, Dk, Dv]
     o_ptr,  # out: [R * Q, HV, Dv]
     QUERIES: tl.constexpr,  # Q
@@ -93,9 +102,10 @@ def _column_states_kernel(
     BLOCK_K: tl.constexpr,  # Dk, rounded up to a power of two
     BLOCK_V: tl.constexpr,  # columns of a state per program
     PER_CHANNEL: tl.constexpr,
+    SUBTRACTS: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """The delta rule, token after token. One program per request, value head and BLOCK_V columns; grid [Dv / BLOCK_V,
+    """The recurrence, token after token. One program per request, value head and BLOCK_V columns; grid [Dv / BLOCK_V,
     HV, R]."""
     CHANNELS: tl.constexpr = 2 * HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     COLUMN: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
@@ -122,9 +132,15 @@ def _column_states_kernel(
             state = state * tl.exp(tl.load(decay_ptr + head * KEY_DIM + offs_k, mask=mask_k, other=0.0))[:, None]
         else:
             state = state * tl.exp(tl.load(decay_ptr + head))
-        u = tl.load(beta_ptr + head) * (v - tl.sum(state * k[:, None], 0))
+        u = v
+        if SUBTRACTS:
+            u = v - tl.sum(state * k[:, None], 0)
+        u = tl.load(beta_ptr + head) * u
         state += k[:, None] * u[None, :]
-        tl.store(o_ptr + head * VALUE_DIM + offs_v, tl.sum(state * q[:, None], 0), mask=mask_v)
+        o = tl.sum(state * q[:, None], 0)
+        if skip_ptr is not None:
+            o += tl.load(skip_ptr + value_head) * v
+        tl.store(o_ptr + head * VALUE_DIM + offs_v, o, mask=mask_v)
         tl.store(states_ptr + (1 + at) * COLUMN + offs, state, mask=mask)
 
 

@@ -24,7 +24,7 @@ _OF_CACHES = ("paged_attention", "tree_attention", "write_kv", "rope_and_write_k
 
 SPILLED_ON_BLACKWELL = 8
 """ptxas spills up to two registers of three products there, also of one that uses 56."""
-SPILLED_ELSEWHERE = {"attn_backends::delta_rule_step": 24}
+SPILLED_ELSEWHERE = {"attn_backends::state_step": 24}
 """What ptxas spills of an op on other chips than Hopper: up to six registers of a state."""
 
 

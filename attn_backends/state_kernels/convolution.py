@@ -1,74 +1,75 @@
 """The short convolution before a recurrence: over each row's window and its query tokens, and what a slot keeps of it.
 
 Shape legend: T query tokens, R requests, S slots, J journal entries, H key heads, HV value heads, Dk and Dv their dims,
-W the convolution's width, C = 2 H Dk + HV Dv channels of [q | k | v].
+W the convolution's width, C channels of [q | k | v]. Where nothing is normalised, a head is any run of channels.
 """
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
 
 from attn_backends.state_kernels.rows import plan_row, write_entries
+from builders import Recurrence
 from builders.kernels.rows import whole_rows
 from builders.kernels.sizes import cdiv, next_power_of_2
-from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
-_BLOCK_T = 32
-"""Tokens of a prompt that a program convolves."""
+_BLOCK_T, _BLOCK_C = 32, 128
+"""Tokens of a prompt that a program convolves, and channels of one without a norm, at most."""
 
 
-def launch_convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    tree_masks: torch.Tensor | None,
-    conv: torch.Tensor,
-    key: torch.Tensor,
-    value_heads: int,
-    value_dim: int,
-    max_query_len: int,
-    plan: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolve x [T, C], and write the window and the journal of conv and key; see `StateInputs`, `StateCache` and
-    `plan_arguments`.
+def launch_convolution(step: Any, plan: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convolve x [T, C] of a `StateStep`, and write the window and the journal of conv and key; see `plan_arguments`.
 
-    Returns fp32 [T, C], with q and k of norm 1 and q scaled, and the keys fp32 [R, J, H, Dk] that a fold must replay
-    and has overwritten. Neither is written for a row that is not live.
+    Returns fp32 [T, C], with q and k of norm 1 and q scaled if the recurrence normalises, and the keys fp32
+    [R, J, H, Dk] that a fold must replay and has overwritten; neither is written for a row that is not live. Without
+    matrices, the first is what the layer returns: in x's dtype, and 0 in such a row.
     """
-    x, num_reqs, (_, _, heads, key_dim) = whole_rows(x), len(plan["seq_lens_ptr"]), key.shape
-    mixed = x.new_empty(x.shape, dtype=torch.float32)
+    x, key, rule = whole_rows(step.x), step.key, Recurrence(step.recurrence).rule
+    keys, num_reqs = key.shape[2] * key.shape[3], len(step.seq_lens)
+    values = x.shape[1] - 2 * keys
+    # Without a norm, any run of channels is a head.
+    key_dim = value_dim = gcd(keys, values, _BLOCK_C)
+    if rule.normalises:
+        key_dim, value_dim = key.shape[3], step.update.shape[3]
+    mixed = x.new_empty(x.shape, dtype=torch.float32) if rule.has_matrix else stored_as(x.new_empty(x.shape))
     folds = plan["MAY_FOLD"] and not plan["ABSORB"]
-    replaced = key.new_empty(num_reqs, *key.shape[1:]) if folds else key
-    block_t = _BLOCK_T if plan["ABSORB"] else next_power_of_2(max_query_len)
-    blocks, block_d = cdiv(max_query_len, block_t), next_power_of_2(max(key_dim, value_dim))
-    _state_convolution_kernel[(num_reqs * blocks, 2 * heads + value_heads)](
+    replaced_key = key.new_empty(num_reqs, *key.shape[1:]) if folds else key
+    block_t = _BLOCK_T if plan["ABSORB"] else next_power_of_2(step.max_query_len)
+    blocks, block_d = cdiv(step.max_query_len, block_t), next_power_of_2(max(key_dim, value_dim))
+    heads = 2 * keys // key_dim + values // value_dim
+    _state_convolution_kernel[(num_reqs * blocks, heads)](
         x_ptr=x,
-        weight_ptr=weight.contiguous(),
-        bias_ptr=bias,
-        tree_masks_ptr=tree_masks,
+        weight_ptr=step.weight.contiguous(),
+        bias_ptr=step.bias,
+        tree_masks_ptr=step.tree_masks,
         mixed_ptr=mixed,
-        conv_ptr=conv,
+        conv_ptr=step.conv,
         key_ptr=key,
-        replaced_key_ptr=replaced,
+        replaced_key_ptr=replaced_key,
         q_scale=key_dim**-0.5,
         num_blocks=blocks,
         stride_x=x.stride(0),
-        HEADS=heads,
+        HEADS=keys // key_dim,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         CHANNELS=x.shape[1],
-        WIDTH=weight.shape[1],
+        WIDTH=step.weight.shape[1],
         BLOCK_T=block_t,
         BLOCK_D=block_d,
-        BLOCK_W=next_power_of_2(weight.shape[1] - 1),
-        TREE=tree_masks is not None,
+        BLOCK_W=next_power_of_2(step.weight.shape[1] - 1),
+        ACTIVATES=rule.activates,
+        NORMALISES=rule.normalises,
+        RETURNS=not rule.has_matrix,
+        TREE=step.tree_masks is not None,
         num_warps=max(1, min(8, block_t * block_d // 1024)),
         **plan,
         **dependent_launch(x.device),
     )
-    return mixed, replaced
+    return mixed, replaced_key
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def _state_convolution_kernel(
     weight_ptr,  # [C, W]
     bias_ptr,  # [C], or None
     tree_masks_ptr,  # int64 [T], or None
-    mixed_ptr,  # out: fp32 [T, C]
+    mixed_ptr,  # out: [T, C]
     conv_ptr,  # in and out: [S, W - 1 + J, C]
     key_ptr,  # in and out: fp32 [S, J, H, Dk]
     replaced_key_ptr,  # out: fp32 [R, J, H, Dk]
@@ -102,22 +103,31 @@ def _state_convolution_kernel(
     BLOCK_T: tl.constexpr,  # tokens per program; all of a row unless ABSORB
     BLOCK_D: tl.constexpr,  # max(Dk, Dv), rounded up to a power of two
     BLOCK_W: tl.constexpr,  # W - 1, likewise
+    ACTIVATES: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    RETURNS: tl.constexpr,  # whether mixed is what the layer returns
     ABSORB: tl.constexpr,
     MAY_FOLD: tl.constexpr,
     TREE: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """mixed = SiLU(convolution of x after the slot's window), and norm 1 for q and k. One program per BLOCK_T tokens of
-    a row and head of [q | k | v]; grid [R * num_blocks, 2 H + HV]."""
+    """mixed = SiLU(convolution of x after the slot's window), and norm 1 for q and k, where a recurrence has them. One
+    program per BLOCK_T tokens of a row and head of [q | k | v]; grid [R * num_blocks, heads]."""
     NORM_EPS: tl.constexpr = 1e-6
     await_previous(PDL)
     row = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
     head = tl.program_id(1)
-    q_start, q_len, slot, replay, _, fresh, fold, _ = plan_row(
+    q_start, q_len, slot, replay, live, fresh, fold, _ = plan_row(
         row, base_ptr, held_ptr, query_start_loc_ptr, seq_lens_ptr, slots_ptr, max_seq_len, num_slots, reserve,
         stride_slots, JOURNAL, ABSORB, MAY_FOLD,
     )  # fmt: skip
+    if (live == 0) & RETURNS:
+        token = (q_start + block * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+        offs_c = head * VALUE_DIM + tl.arange(0, BLOCK_D)[None, :]
+        mask = (token < tl.load(query_start_loc_ptr + row + 1)) & (offs_c < (head + 1) * VALUE_DIM)
+        zeros = tl.zeros((BLOCK_T, BLOCK_D), mixed_ptr.dtype.element_ty)
+        tl.store(mixed_ptr + token * CHANNELS + offs_c, zeros, mask=mask)
     if block * BLOCK_T >= q_len:
         return
 
@@ -159,9 +169,11 @@ def _state_convolution_kernel(
         mixed += (known + window.to(tl.float32)) * column.to(tl.float32)
     if bias_ptr is not None:
         mixed += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    mixed = mixed / (1 + tl.exp(-mixed))
-    norm = tl.rsqrt(tl.sum(mixed * mixed, 1) + NORM_EPS)[:, None]
-    mixed = mixed * tl.where(is_value, 1.0, tl.where(head < HEADS, norm * q_scale, norm))
+    if ACTIVATES:
+        mixed = mixed / (1 + tl.exp(-mixed))
+    if NORMALISES:
+        norm = tl.rsqrt(tl.sum(mixed * mixed, 1) + NORM_EPS)[:, None]
+        mixed = mixed * tl.where(is_value, 1.0, tl.where(head < HEADS, norm * q_scale, norm))
     offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     token = (q_start + offs_t).to(tl.int64)[:, None]
     tl.store(mixed_ptr + token * CHANNELS + offs_d, mixed, mask=mask_t[:, None] & mask_d)

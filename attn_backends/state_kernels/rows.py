@@ -113,6 +113,12 @@ def write_entries(
     tl.store(entries_ptr + (first + offs_t) * stride_entry + offs_d, new, mask=written)
 
 
+@triton.jit
+def bounded(g):
+    """Return log decays from which sums keep their bits, and differences are numbers: exp(-100) is 0 in fp32."""
+    return tl.maximum(g, -100.0)
+
+
 class EndStateStep(NamedTuple):
     """Count the tokens of a step in base, held and lost int32 [S], in place; see `StateBackend.end_step`.
 

@@ -18,8 +18,8 @@ import torch
 
 from attn_backends import NoBackend, Rejected, StateCache, StateInputs, get_state
 from attn_backends.state_kernels.convolution import launch_convolution
-from attn_backends.state_kernels.delta_rule import DeltaRuleStep, delta_rule_step
 from attn_backends.state_kernels.rows import plan_arguments
+from attn_backends.state_kernels.step import StateStep, state_step
 from benchmarks.column_states import ColumnStates, column_states
 from benchmarks.decode_fixture import COLD_BYTES, shuffled_tables
 from benchmarks.measure import time_call, time_in_turn
@@ -31,9 +31,11 @@ CASE = "recurrent-state"
 _OURS = "triton_state"
 _QWEN3_5 = StateSpec(num_key_heads=16, num_value_heads=48, key_dim=128, value_dim=128, journal=1)
 _KIMI = replace(_QWEN3_5, num_key_heads=32, num_value_heads=32, recurrence=Recurrence.KDA)
-_SHAPES = ((_QWEN3_5, _KIMI), (3, 7, 15), (2, 4), (1, 8, 32, 64))
+_NEMOTRON = replace(_QWEN3_5, num_key_heads=8, num_value_heads=128, value_dim=64, recurrence=Recurrence.SSD)
+_SHAPES = ((_QWEN3_5, _KIMI, _NEMOTRON), (3, 7, 15), (2, 4), (1, 8, 32, 64))
 """Layers, drafted tokens K, entries of a journal per query token, and requests."""
-_SHAPES_ON_CPU = ((replace(_QWEN3_5, num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16),), (3,), (2,), (2,))
+_TINY: dict[str, Any] = {"num_key_heads": 1, "num_value_heads": 2, "key_dim": 16, "value_dim": 16}
+_SHAPES_ON_CPU = ((replace(_QWEN3_5, **_TINY), replace(_NEMOTRON, **_TINY)), (3,), (2,), (2,))
 TILES = ((8, 1), (16, 1), (32, 2), (32, 4), (64, 4), (64, 8))
 """Columns of a state per program, and warps, of which the peer takes the fastest."""
 _ROUNDING = 0.02
@@ -47,21 +49,16 @@ class Layer(NamedTuple):
     """A layer's step: the arguments of our op; those that convolve for a peer, whose window is its own; and the states
     fp32 [R, 1 + Q, HV, Dk, Dv] of the columns, all as before the step."""
 
-    ours: DeltaRuleStep
-    peers: DeltaRuleStep
+    ours: StateStep
+    peers: StateStep
     columns: torch.Tensor
 
     def convolved(self) -> torch.Tensor:
         """Return [q | k | v] fp32 [R * Q, C] for a peer."""
-        step, (value_heads, _, value_dim) = self.peers, self.columns.shape[2:]
-        plan = plan_arguments(step, step.key.shape[1])
-        mixed, _ = launch_convolution(
-            step.x, step.weight, step.bias, None, step.conv, step.key, value_heads, value_dim, step.max_query_len, plan
-        )
-        return mixed
+        return launch_convolution(self.peers, plan_arguments(self.peers, self.peers.key.shape[1]))[0]
 
 
-class StateStep:
+class TimedStep:
     """Layers of one step of `queries` tokens of each request, the requests of each layer at other stages of a journal.
 
     Together the states are not in the L2 cache. moved_bytes: what a layer's step must move, on average.
@@ -107,7 +104,7 @@ class StateStep:
         peers = ours._replace(conv=conv, key=key, base=context, held=torch.zeros_like(replay), may_fold=False)
         return Layer(ours, peers, state[:, None].repeat(1, 1 + self.queries, 1, 1, 1))
 
-    def _arguments(self, cache: StateCache) -> DeltaRuleStep:
+    def _arguments(self, cache: StateCache) -> StateStep:
         spec, rows, tokens, device = self.spec, self.num_reqs, self.num_reqs * self.queries, self.device
         limit = _CONTEXT + self.queries
         tables, _ = shuffled_tables(limit, rows, limit, device)
@@ -115,13 +112,16 @@ class StateStep:
         buffers.load([self.queries] * rows, [limit] * rows)
         view = buffers.view(0, num_reqs=rows, num_tokens=tokens, max_query_len=self.queries)
         builder = StateBuilder(spec, device, max_reqs=rows, max_tokens=tokens, max_seq_len=limit)
+        skips, beta = spec.recurrence.rule.skips, torch.rand(tokens, spec.num_value_heads, device=device)
         inputs = StateInputs(
             torch.randn(tokens, spec.conv_channels, device=device).to(spec.dtype),
-            -torch.rand(tokens, *spec.decay_dims, device=device),
-            torch.rand(tokens, spec.num_value_heads, device=device),
+            # As Mamba2's, a step size times a rate.
+            -beta if skips else -torch.rand(tokens, *spec.decay_dims, device=device),
+            beta,
             torch.randn(spec.conv_channels, spec.conv_width, device=device).to(spec.dtype),
+            skip=torch.randn(spec.num_value_heads, device=device) if skips else None,
         )
-        return DeltaRuleStep.of(inputs, cache, builder.build(view))
+        return StateStep.of(inputs, cache, builder.build(view), spec.recurrence)
 
 
 def recurrent_state_rows(bench: Bench) -> Iterator[BenchRow]:
@@ -129,10 +129,10 @@ def recurrent_state_rows(bench: Bench) -> Iterator[BenchRow]:
     for layer, drafted, entries, num_reqs in product(*(_SHAPES if bench.on_cuda else _SHAPES_ON_CPU)):
         spec = replace(layer, journal=entries * (1 + drafted))
         with bench.noting(CASE, at=f"[{spec.describe()}], {num_reqs} requests"):
-            yield from comparison_rows(bench, StateStep(spec, 1 + drafted, num_reqs, bench.device))
+            yield from comparison_rows(bench, TimedStep(spec, 1 + drafted, num_reqs, bench.device))
 
 
-def comparison_rows(bench: Bench, step: StateStep) -> Iterator[BenchRow]:
+def comparison_rows(bench: Bench, step: TimedStep) -> Iterator[BenchRow]:
     """Yield our row, with its time over the best peer's, and the peers' rows."""
     at, peers = f"[{step.spec.describe()}], {step.queries} tokens of {step.num_reqs} requests", []
     expected = our_step(step.layers[0]).float()
@@ -157,16 +157,18 @@ def comparison_rows(bench: Bench, step: StateStep) -> Iterator[BenchRow]:
 
 
 def our_step(layer: Layer) -> torch.Tensor:
-    return delta_rule_step(*layer.ours)
+    return state_step(*layer.ours)
 
 
 def columns_by(block_v: int, num_warps: int, layers: list[Layer]) -> Call:
     """Return the peer with these tiles, after our own convolution."""
 
     def call(layer: Layer) -> torch.Tensor:
-        step = layer.peers
-        heads = step.key.shape[2]
-        given = ColumnStates(layer.convolved(), step.decay, step.beta, layer.columns, heads, block_v, num_warps)
+        step, subtracts = layer.peers, Recurrence(layer.peers.recurrence).rule.subtracts
+        given = ColumnStates(
+            layer.convolved(), step.decay, step.beta, step.skip, layer.columns, subtracts, step.key.shape[2], block_v,
+            num_warps,
+        )  # fmt: skip
         return column_states(*given)
 
     return call
@@ -177,35 +179,79 @@ def vllm_by(layers: list[Layer]) -> Call:
 
     Raises NoBackend for a decay per channel.
     """
+    if not Recurrence(layers[0].ours.recurrence).rule.subtracts:
+        return _vllm_mamba2_by(layers)
     from vllm.third_party.flash_linear_attention.ops.fused_recurrent import (
         fused_recurrent_gated_delta_rule_fwd,
     )
 
     if layers[0].ours.decay.dim() == 3:
         raise NoBackend("its kernel of columns has one decay per value head")
-    arguments = {id(layer): _vllm_arguments(layer) for layer in layers}
+
+    def arguments_of(layer: Layer) -> dict[str, Any]:
+        *qkv, given = _vllm_arguments(layer)
+        tokens = dict(zip("qkv", (part[None] for part in qkv), strict=True))
+        scalars = {"g": layer.peers.decay[None], "beta": layer.peers.beta[None], "scale": 1.0}
+        return {**tokens, **scalars, "initial_state": given.pop("state"), **given}
+
+    arguments = {id(layer): arguments_of(layer) for layer in layers}
     return lambda layer: fused_recurrent_gated_delta_rule_fwd(**arguments[id(layer)])[0][0]
 
 
-def _vllm_arguments(layer: Layer) -> dict[str, Any]:
+def _vllm_mamba2_by(layers: list[Layer]) -> Call:
+    from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
+
+    arguments = {id(layer): _mamba2_arguments(layer) for layer in layers}
+
+    def call(layer: Layer) -> torch.Tensor:
+        given = arguments[id(layer)]
+        selective_state_update(**given)
+        out: torch.Tensor = given["out"]
+        return out
+
+    return call
+
+
+def _mamba2_arguments(layer: Layer) -> dict[str, Any]:
+    step, (_, _, heads, key_dim, value_dim) = layer.peers, layer.columns.shape
+    assert step.skip is not None
+    c, b, x, given = _vllm_arguments(layer)
+    rate, indices = step.decay[0] / step.beta[0], given.pop("ssm_state_indices")
+    # Views with strides of 0 tell it that a head has one step and one rate; the bias is 0.
+    return {
+        **given,
+        **{"x": x, "B": b, "C": c, "D": step.skip[:, None].expand(heads, value_dim), "out": torch.empty_like(x)},
+        "A": rate[:, None, None].expand(heads, value_dim, key_dim),
+        "dt": step.beta[..., None].expand(x.shape),
+        "dt_bias": torch.zeros(heads, 1, device=x.device).expand(heads, value_dim),
+        "state_batch_indices": indices,
+    }
+
+
+def _vllm_arguments(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return q, k and v [R * Q, heads, dim], and where both of its kernels find their states."""
     step, (rows, columns, *_) = layer.peers, layer.columns.shape
     queries, (heads, key_dim), value_dim = columns - 1, step.key.shape[2:], layer.columns.shape[4]
     keys, device = heads * key_dim, step.x.device
-    q, k, v = layer.convolved().to(step.x.dtype)[None].split([keys, keys, step.x.shape[1] - 2 * keys], -1)
+    q, k, v = layer.convolved().to(step.x.dtype).split([keys, keys, step.x.shape[1] - 2 * keys], -1)
     q, k, v = (part.unflatten(-1, (-1, dim)).contiguous() for part, dim in ((q, key_dim), (k, key_dim), (v, value_dim)))
     # Its states have the key's dim last; index 0 means none.
     states = torch.zeros(1 + rows * queries, *layer.columns.shape[2:], device=device).transpose(-1, -2).contiguous()
     states[1::queries] = layer.columns[:, 0].transpose(-1, -2)
-    return {
-        **{"q": q, "k": k, "v": v, "g": step.decay[None], "beta": step.beta[None], "scale": 1.0},
-        "initial_state": states,
-        "cu_seqlens": step.query_start_loc,
-        "ssm_state_indices": torch.arange(1, 1 + rows * queries, device=device).view(rows, queries).int(),
-        "num_accepted_tokens": torch.ones(rows, dtype=torch.int32, device=device),
-    }
+    return (
+        q,
+        k,
+        v,
+        {
+            "state": states,
+            "cu_seqlens": step.query_start_loc,
+            "ssm_state_indices": torch.arange(1, 1 + rows * queries, device=device).view(rows, queries).int(),
+            "num_accepted_tokens": torch.ones(rows, dtype=torch.int32, device=device),
+        },
+    )
 
 
-def _row(bench: Bench, step: StateStep, name: str, call: Call) -> BenchRow:
+def _row(bench: Bench, step: TimedStep, name: str, call: Call) -> BenchRow:
     if bench.on_cuda:
         times: BenchRow = {"gpu_us": time_in_turn(call, step.layers)}
     else:

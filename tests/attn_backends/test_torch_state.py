@@ -189,6 +189,13 @@ def test_rejection_lists_every_reason():
     )
 
 
+@pytest.mark.parametrize(("recurrence", "refused"), [(Recurrence.KDA, True), (Recurrence.SSD, False)])
+def test_triton_takes_longer_keys_without_a_delta_rule(recurrence, refused):
+    spec = replace(SPEC, recurrence=recurrence, key_dim=256)
+    reasons = get_state("triton_state").unsupported_reasons(spec, torch.device("cuda"))
+    assert ("key_dim must be at most 128 for kda, got 256" in reasons) == refused
+
+
 def test_skip_is_refused_where_outputs_have_none():
     slots, inputs = Slots(SPEC), inputs_of(SPEC, 3)
     with pytest.raises(BatchError, match="skip must be None for gated_delta"):

@@ -7,18 +7,19 @@ import pytest
 import torch
 
 import tests.ops.state  # noqa: F401
-from attn_backends.state_kernels import convolution, delta_rule, move_entries, rows
+from attn_backends.state_kernels import convolution, matrix, move_entries, rows, tokens
 from benchmarks import measure
 from benchmarks.cases import recurrent_state
 from benchmarks.rows import Bench
+from builders import Recurrence
 from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import CPU
 from tests.ops.questions import check_op
 from tests.ops.sample import TABLE
 from tests.stand_in_modules import install_module
 
-MODULES = {"rows": rows, "convolution": convolution, "rule": delta_rule, "move": move_entries}
-STEP, END, MOVE = "delta_rule_step", "end_state_step", "move_entries"
+MODULES = {"rows": rows, "convolution": convolution, "tokens": tokens, "matrix": matrix, "move": move_entries}
+STEP, END, MOVE = "state_step", "end_state_step", "move_entries"
 MUTANTS = [
     ("rows", STEP, "fold = fresh | (replay + q_len + reserve > JOURNAL)", "fold = fresh"),
     ("rows", STEP, "replay + q_len + reserve > JOURNAL", "replay + q_len > JOURNAL"),
@@ -41,20 +42,29 @@ MUTANTS = [
     ("convolution", STEP, "mask=mask_w & (fold | ABSORB)", "mask=mask_w & ABSORB"),
     ("convolution", STEP, "            end += q_len\n", "            end += 0\n"),
     ("convolution", STEP, "mask=mask_w & (end < 0) & (fresh == 0)", "mask=mask_w & (end < 0)"),
-    ("rule", STEP, "seen = seen & (on_path | (i[None, :] == i[:, None]))", "pass"),
-    ("rule", STEP, "tl.where(sees & (i > j), tl.sum(k * key, 1), 0.0)", "tl.where(i > j, tl.sum(k * key, 1), 0.0)"),
-    ("rule", STEP, "tl.maximum(g, -100.0)", "g"),
-    ("rule", STEP, "beta * tl.sum(", "tl.sum("),
-    ("rule", STEP, "if live == 0:", "if live & (q_len < 0):"),
-    ("rule", STEP, "& mask_v & (fresh == 0)", "& mask_v"),
-    ("rule", STEP, "key_ptr = tl.where(fold, replaced", "key_ptr = tl.where(fold & (replay < 0), replaced"),
-    ("rule", STEP, "decays_ptr = tl.where(fold, replaced", "decays_ptr = tl.where(fold & (replay < 0), replaced"),
-    ("rule", STEP, "if fold & (not ABSORB)", "if fresh & (not ABSORB)"),
-    ("rule", STEP, "entry = (tl.where(fold, 0, replay) + i)", "entry = (replay + i)"),
-    ("rule", STEP, "tl.exp(total[None, :] - tl.cumsum(g, 0))", "tl.exp(total[None, :] - total[None, :])"),
-    ("rule", STEP, "states[at] * tl.exp(total)[:, None]", "states[at]"),
+    ("convolution", STEP, "    if ACTIVATES:\n", "    if WIDTH > 0:\n"),
+    ("convolution", STEP, "    if NORMALISES:\n", "    if WIDTH > 0:\n"),
+    ("convolution", STEP, "(live == 0) & RETURNS", "(live < 0) & RETURNS"),
+    ("tokens", STEP, "tl.where(seen, overlap * tl.exp(between), 0.0)", "tl.where(seen, overlap, 0.0)"),
+    ("tokens", STEP, "tl.where(seen, overlap * tl.exp(between), 0.0)", "overlap * tl.exp(between)"),
+    ("tokens", STEP, "tl.exp(between)", "tl.exp(sums - tl.trans(sums))"),
+    ("matrix", STEP, "u = v * tl.load(beta_ptr + of_head, mask=mask_t, other=0.0)", "u = v"),
+    ("matrix", STEP, "o += tl.load(skip_ptr + value_head) * v", "pass"),
+    ("matrix", STEP, "tl.cumsum(g, 0, reverse=True) - g if", "total[None, :] - tl.cumsum(g, 0) if"),
+    ("tokens", STEP, "seen = seen & (on_path | (i[None, :] == i[:, None]))", "pass"),
+    ("tokens", STEP, "tl.where(sees & (i > j), tl.sum(k * key, 1), 0.0)", "tl.where(i > j, tl.sum(k * key, 1), 0.0)"),
+    ("rows", STEP, "tl.maximum(g, -100.0)", "g"),
+    ("tokens", STEP, "beta * tl.sum(", "tl.sum("),
+    ("matrix", STEP, "if live == 0:", "if live & (q_len < 0):"),
+    ("matrix", STEP, "& mask_v & (fresh == 0)", "& mask_v"),
+    ("matrix", STEP, "key_ptr = tl.where(fold, replaced", "key_ptr = tl.where(fold & (replay < 0), replaced"),
+    ("matrix", STEP, "decays_ptr = tl.where(fold, replaced", "decays_ptr = tl.where(fold & (replay < 0), replaced"),
+    ("matrix", STEP, "if fold & (not ABSORB)", "if fresh & (not ABSORB)"),
+    ("matrix", STEP, "entry = (tl.where(fold, 0, replay) + i)", "entry = (replay + i)"),
+    ("matrix", STEP, "tl.exp(later)", "tl.exp(later * 0)"),
+    ("matrix", STEP, "states[at] * tl.exp(total)[:, None]", "states[at]"),
     (
-        "rule",
+        "matrix",
         STEP,
         "states = take_in(states, k_ptrs, g_ptrs, mask_t",
         "states = take_in(states, q_ptrs, g_ptrs, mask_t",
@@ -108,22 +118,39 @@ def fused_recurrent(q, k, v, g, beta, scale, initial_state, cu_seqlens, ssm_stat
     return out, initial_state
 
 
+def selective_state_update(
+    state, x, dt, A, B, C, D, dt_bias, state_batch_indices, num_accepted_tokens, cu_seqlens, out
+):  # fmt: skip
+    """vLLM's kernel by its definition."""
+    assert not any(part.stride(-1) for part in (dt, A, dt_bias))
+    B, C = (part.float().repeat_interleave(x.shape[1] // part.shape[1], 1) for part in (B, C))
+    for row, (indices, accepted) in enumerate(zip(state_batch_indices, num_accepted_tokens, strict=True)):
+        own = state[indices[accepted - 1]]
+        for at, token in enumerate(range(cu_seqlens[row], cu_seqlens[row + 1])):
+            step = dt[token] + dt_bias
+            own = own * (A * step[..., None]).exp() + (step * x[token].float())[..., None] * B[token][:, None]
+            out[token] = torch.einsum("hvk,hk->hv", own, C[token]) + D * x[token]
+            state[indices[at]] = own
+
+
 def test_bench_starts_and_peers_agree(monkeypatch):
     monkeypatch.setattr(measure, "_WARMUP", 0)
     monkeypatch.setattr(measure, "_REPEATS", 1)
     monkeypatch.setattr(recurrent_state, "TILES", ((8, 1), (32, 4)))
     module = "vllm.third_party.flash_linear_attention.ops.fused_recurrent"
     install_module(monkeypatch, module, fused_recurrent_gated_delta_rule_fwd=fused_recurrent)
+    module = "vllm.model_executor.layers.mamba.ops.mamba_ssm"
+    install_module(monkeypatch, module, selective_state_update=selective_state_update)
     bench = Bench(CPU, None)
     rows = list(recurrent_state.recurrent_state_rows(bench))
-    assert [row["backend"] for row in rows] == ["triton_state", "columns 8x1", "columns 32x4", "vllm"]
+    assert [row["backend"] for row in rows] == ["triton_state", "columns 8x1", "columns 32x4", "vllm"] * 2
     assert not bench.missing and all(row["wall_us"]["p50"] > 0 for row in rows)
 
 
 def test_columns_are_those_of_their_definition():
-    ((spec,), *_) = recurrent_state._SHAPES_ON_CPU
-    for changes in ({}, {"recurrence": recurrent_state.Recurrence.KDA}):
-        layers = recurrent_state.StateStep(recurrent_state.replace(spec, journal=8, **changes), 4, 2, CPU).layers * 2
+    ((spec, _), *_) = recurrent_state._SHAPES_ON_CPU
+    for changes in ({}, *({"recurrence": each} for each in (Recurrence.KDA, Recurrence.SSD))):
+        layers = recurrent_state.TimedStep(recurrent_state.replace(spec, journal=8, **changes), 4, 2, CPU).layers * 2
         found, columns = recurrent_state.columns_by(16, 1, layers)(layers[0]), layers[0].columns.clone()
         with torch_implementations():
             torch.testing.assert_close(recurrent_state.columns_by(16, 1, layers)(layers[0]), found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ import tests.ops.sampling
 import tests.ops.state  # noqa: F401
 from attn_backends.kernels.fp8_ds_mla import page_bytes
 from benchmarks.cases.recurrent_state import TILES
+from builders import Recurrence, StateSpec
 from builders.paged import SPLIT_TOKENS
 from tests.ops.sample import TABLE
 
@@ -23,6 +25,19 @@ INT32, INT64 = torch.int32, torch.int64
 REQUESTS, PAGE_SIZE, PAGES, CONTEXT = 8, 16, 4096, 8192
 VOCAB, HIDDEN = 128256, 4096
 Case = tuple[str, tuple[Any, ...]]
+_QWEN = StateSpec(num_key_heads=16, num_value_heads=48, key_dim=128, value_dim=128, journal=16)
+_MAMBA2 = replace(_QWEN, recurrence=Recurrence.SSD, num_key_heads=8, num_value_heads=128, value_dim=64)
+STATE_LAYERS = (
+    (_QWEN, 8),
+    (replace(_QWEN, num_value_heads=32, journal=32), 16),
+    (replace(_QWEN, num_key_heads=32, num_value_heads=32, journal=32, recurrence=Recurrence.KDA), 8),
+    (_MAMBA2, 8),
+    (replace(_MAMBA2, num_key_heads=1, num_value_heads=48), 4),
+    (replace(_MAMBA2, num_key_heads=1, key_dim=256), 8),
+    (StateSpec(num_value_heads=1, value_dim=2048, journal=16, conv_width=3, recurrence=Recurrence.CONV), 8),
+)
+"""Recurrent layers of Qwen3.5, Qwen3-Next, Kimi Linear, Nemotron-H, two of Granite 4 and LFM2, and the tokens of their
+steps."""
 
 
 def tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -167,26 +182,29 @@ def sampling() -> Iterator[Case]:
 
 
 def state() -> Iterator[Case]:
-    """Qwen3.5's, Qwen3-Next's and Kimi Linear's heads, in steps of 8 tokens, trees and prompts."""
-    slots, tree_tokens, prompt = 64, 32, 512
-    for value_heads, heads, journal, queries in ((48, 16, 16, 8), (32, 16, 32, 16), (32, 32, 32, 8)):
-        channels, decays = (2 * heads + value_heads) * 128, (value_heads, 128) if heads == 32 else (value_heads,)
+    """Layers of `STATE_LAYERS` in steps, trees and prompts."""
+    slots, prompt = 64, 512
+    for spec, queries in STATE_LAYERS:
+        tree_tokens = 32 if spec.key_dim <= 128 else 16
+        matrices, journal, decays, channels = spec.matrices, spec.journal, spec.decay_dims, spec.conv_channels
+        skip, keys = tensor(FP32, matrices) if spec.recurrence.rule.skips else None, (spec.num_key_heads, spec.key_dim)
         for count, absorb, masks in ((queries, False, None), (tree_tokens, False, INT64), (prompt, True, None)):
             tokens = REQUESTS * count
-            yield "attn_backends::delta_rule_step", (
-                tensor(BF16, tokens, channels), tensor(FP32, tokens, *decays), tensor(FP32, tokens, value_heads),
-                tensor(BF16, channels, 4), None, tensor(FP32, slots, value_heads, 128, 128),
-                tensor(BF16, slots, 3 + journal, channels), tensor(FP32, slots, journal, heads, 128),
-                tensor(FP32, slots, journal, value_heads, 128), tensor(FP32, slots, journal, *decays),
+            yield "attn_backends::state_step", (
+                tensor(BF16, tokens, channels), tensor(FP32, tokens, *decays), tensor(FP32, tokens, matrices),
+                tensor(BF16, channels, spec.conv_width), None, skip,
+                tensor(FP32, slots, matrices, spec.key_dim, spec.value_dim),
+                tensor(BF16, slots, spec.conv_width - 1 + journal, channels), tensor(FP32, slots, journal, *keys),
+                tensor(FP32, slots, journal, matrices, spec.value_dim), tensor(FP32, slots, journal, *decays),
                 tensor(INT32, slots), tensor(INT32, slots), *batch(tokens)[:0:-1], tensor(INT32, REQUESTS),
-                masks and tensor(masks, tokens), count, CONTEXT, absorb, True, 0,
+                masks and tensor(masks, tokens), count, CONTEXT, absorb, True, 0, spec.recurrence.value,
             )  # fmt: skip
 
-    for (block_v, warps), decays in product(TILES, ((48,), (48, 128))):
+    for (block_v, warps), decays, skip in product(TILES, ((48,), (48, 128)), (None, tensor(FP32, 48))):
         tokens = REQUESTS * 8
         yield "benchmarks::column_states", (
             tensor(FP32, tokens, 80 * 128), tensor(FP32, tokens, *decays), tensor(FP32, tokens, 48),
-            tensor(FP32, REQUESTS, 9, 48, 128, 128), 16, block_v, warps,
+            skip, tensor(FP32, REQUESTS, 9, 48, 128, 128), skip is None, 16, block_v, warps,
         )  # fmt: skip
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from attn_backends.state_kernels.delta_rule import DeltaRuleStep
 from attn_backends.state_kernels.move_entries import MoveEntries
 from attn_backends.state_kernels.rows import EndStateStep
+from attn_backends.state_kernels.step import StateStep
+from builders import Recurrence, StateSpec
 from tests.ops.sample import int32, noise, op
 
 CLOSE = {
@@ -23,19 +24,27 @@ BASE, HELD = [9, 50, 3, 4, 1, 5, 4], [0, 0, 0, 8, 0, 4, 1]
 ROWS = [(5, 3, 10), (0, 3, 3), (3, 3, 14), (2, 1, 0), (6, 3, 9), (1, 2, 40), (7, 3, 3), (4, 3, 130), (-1, 2, 2)]
 """Slot, query tokens and length: a replay, a new request, a fold, padding, a context beyond the journal and one before
 the checkpoint; then rows that count as padding: a slot outside, a length beyond the bound of 128, a negative slot."""
+SSD, CONV, KDA = ({"recurrence": each} for each in (Recurrence.SSD, Recurrence.CONV, Recurrence.KDA))
 KINDS: list[dict[str, Any]] = [
     {"bias": None},
-    {"kda": True, "value_heads": 2},
+    {**KDA, "value_heads": 2},
     {"tree": True},
-    {"tree": True, "kda": True, "width": 2},
+    {"tree": True, **KDA, "width": 2},
     {"may_fold": False, "width": 1},
     {"reserve": 4, "dims": (24, 40)},
     {"dtype": torch.bfloat16},
-    {"dtype": torch.float16, "kda": True},
+    {"dtype": torch.float16, **KDA},
     {"absorb": True, "times": 13},
     {"absorb": True, "times": 13, "resets": True},
-    {"resets": True, "kda": True},
-    {"absorb": True, "times": 6, "kda": True, "dims": (40, 16)},
+    {"resets": True, **KDA},
+    {"absorb": True, "times": 6, **KDA, "dims": (40, 16)},
+    {**SSD, "bias": None},
+    {**SSD, "tree": True, "heads": 1, "skip": None},
+    {**SSD, "dtype": torch.bfloat16, "dims": (24, 40), "reserve": 4},
+    {**SSD, "absorb": True, "times": 13, "resets": True},
+    {**CONV, "width": 3, "value_heads": 3, "bias": None},
+    {**CONV, "tree": True, "dtype": torch.bfloat16},
+    {**CONV, "absorb": True, "times": 13},
 ]
 
 
@@ -61,6 +70,7 @@ def held_only(values: torch.Tensor, before: int = 0) -> torch.Tensor:
 
 
 def step(
+    recurrence: Recurrence = Recurrence.GATED_DELTA,
     heads: int = 2,
     value_heads: int = 4,
     dims: tuple[int, int] = (16, 8),
@@ -68,29 +78,33 @@ def step(
     dtype: torch.dtype = torch.float32,
     times: int = 1,
     **how: Any,
-) -> DeltaRuleStep:
-    key_dim, value_dim = dims
-    batch = rows(times)
-    channels, tokens = 2 * heads * key_dim + value_heads * value_dim, int(batch["query_start_loc"][-1])
-    decays = (value_heads, key_dim) if how.get("kda") else (value_heads,)
-    decay = -noise(tokens, *decays, seed=1).abs()
+) -> StateStep:
+    batch, rule = rows(times), recurrence.rule
+    keys, value_dim = (heads, dims[0]) if rule.has_matrix else (0, 0), dims[1]
+    spec = StateSpec(
+        num_key_heads=keys[0], key_dim=keys[1], num_value_heads=value_heads, value_dim=value_dim, journal=JOURNAL,
+        recurrence=recurrence,
+    )  # fmt: skip
+    channels, tokens, matrices = spec.conv_channels, int(batch["query_start_loc"][-1]), spec.matrices
+    decay = -noise(tokens, *spec.decay_dims, seed=1).abs()
     if how.get("resets"):
         decay[::5] = -torch.inf
     masks = torch.tensor([mask for _, count, _ in ROWS for mask in (1, 3, 5)[:count]])
-    key = torch.nn.functional.normalize(noise(SLOTS, JOURNAL, heads, key_dim, seed=7), dim=-1)
-    state = noise(SLOTS, value_heads, key_dim, value_dim, seed=5)
+    key = torch.nn.functional.normalize(noise(SLOTS, JOURNAL, *keys, seed=7), dim=-1)
+    state = noise(SLOTS, matrices, keys[1], value_dim, seed=5)
     state[0] = torch.nan
-    return DeltaRuleStep(
+    return StateStep(
         x=noise(tokens, channels, dtype=dtype) / 2,
         decay=decay,
-        beta=noise(tokens, value_heads, seed=2).sigmoid(),
+        beta=noise(tokens, matrices, seed=2).sigmoid(),
         weight=noise(channels, width, seed=3, dtype=dtype) / 2,
         bias=how.get("bias", noise(channels, seed=4, dtype=dtype)),
+        skip=how.get("skip", noise(value_heads, seed=10)) if rule.skips else None,
         state=state,
         conv=held_only(noise(SLOTS, width - 1 + JOURNAL, channels, seed=6, dtype=dtype), width - 1),
         key=held_only(key),
-        update=held_only(noise(SLOTS, JOURNAL, value_heads, value_dim, seed=8)),
-        decays=held_only(-noise(SLOTS, JOURNAL, *decays, seed=9).abs()),
+        update=held_only(noise(SLOTS, JOURNAL, matrices, value_dim, seed=8)),
+        decays=held_only(-noise(SLOTS, JOURNAL, *spec.decay_dims, seed=9).abs()),
         **batch,
         tree_masks=masks if how.get("tree") else None,
         max_query_len=3 * times,
@@ -98,11 +112,12 @@ def step(
         absorb=how.get("absorb", False),
         may_fold=how.get("may_fold", True),
         reserve=how.get("reserve", 0),
+        recurrence=recurrence.value,
     )
 
 
-@op("attn_backends::delta_rule_step", close=CLOSE, strided="x")
-def delta_rule_step() -> Iterator[tuple[Any, ...]]:
+@op("attn_backends::state_step", close=CLOSE, strided="x")
+def state_step() -> Iterator[tuple[Any, ...]]:
     yield from (tuple(step(**kind)) for kind in KINDS)
 
 
@@ -121,7 +136,7 @@ def move_entries() -> Iterator[tuple[Any, ...]]:
     """After a step of trees: the slots of three rows hold what their lengths say."""
     paths = [[2, -1], [1, 2], [2, 9], [1, 2], [2, -1], [1, 2], [1, 2], [2, -1], [1, 2]]
     names = ("conv", "key", "update", "decays")
-    for kind in ({}, {"kda": True}, {"dtype": torch.bfloat16, "width": 2}):
+    for kind in ({}, KDA, {"dtype": torch.bfloat16, "width": 2}, CONV):
         each = step(**kind)
         batch = rows() | {"base": int32(0, 50, 3, 11, 1, 5, 4), "held": int32(3, 0, 0, 3, 0, 5, 3)}
         parts = {name: noise(*part.shape, dtype=part.dtype) for name, part in each._asdict().items() if name in names}
