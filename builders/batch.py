@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from builders.devices import pinned
+from builders.devices import staged
 from builders.errors import BatchError, require, require_counts, require_tensor
 from builders.spec import MAX_TREE_TOKENS
 from builders.tables import RequestTables
@@ -185,30 +185,21 @@ class BatchBuffers:
     def _write(self, lens: list[int], seqs: list[int], padded: list[int]) -> None:
         starts = torch.zeros(len(padded) + 1, dtype=torch.int64)
         starts[1:] = torch.tensor(padded).cumsum(0)
-        num_tokens, live_tokens = int(starts[-1]), sum(lens)
         query, seq = torch.tensor(lens), torch.tensor(seqs)
         row = torch.repeat_interleave(torch.arange(len(lens)), query)
-        positions = torch.arange(live_tokens) - starts[row] + (seq - query)[row]
-        device = self.positions.device
-        self._fill(self.query_start_loc[: len(starts)], starts)
-        self.query_start_loc[len(starts) :].fill_(num_tokens)
+        positions = torch.arange(len(row)) - starts[row] + (seq - query)[row]
+        self.query_start_loc[len(starts) :].fill_(int(starts[-1]))
         self._query_lens = (*padded, *(0,) * (self.max_reqs - len(padded)))
-        self.seq_lens.zero_()
-        self._fill(self.seq_lens[: len(seqs)], seq)
-        self.positions.zero_()
-        self._fill(self.positions[:live_tokens], positions)
+        for buffer in (self.seq_lens, self.positions, self.tree_masks, self.step):
+            buffer.zero_()
+        for buffer, host in ((self.query_start_loc, starts), (self.seq_lens, seq), (self.positions, positions)):
+            buffer[: len(host)] = staged(host, buffer.device, buffer.dtype)
         self.slot_mappings.fill_(NO_SLOT)
-        self.tree_masks.zero_()
         # On the device, which has the tables: reading them would wait for all that is enqueued.
-        row, positions = pinned(row, device).to(device, non_blocking=True), self.positions[:live_tokens]
+        row, positions = staged(row, self.step.device), self.positions[: len(row)]
         for group, size in enumerate(self.tables.page_sizes_host):
             pages = self.tables.block_tables[group][row, positions // size].long()
-            self.slot_mappings[group, :live_tokens] = pages * size + positions % size
-        self.step.zero_()
-
-    @staticmethod
-    def _fill(buffer: torch.Tensor, host: torch.Tensor) -> None:
-        buffer.copy_(pinned(host.to(buffer.dtype), buffer.device), non_blocking=True)
+            self.slot_mappings[group, : len(row)] = pages * size + positions % size
 
     def require_room(self, num_reqs: int, num_tokens: int) -> None:
         """Raise BatchError for more rows or query tokens than these buffers hold."""

@@ -21,15 +21,13 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def staged(
-    values: Sequence[float] | Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64
+    values: Sequence[float] | Sequence[Sequence[float]] | torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
     """Copy the values to a device without a sync; the pinned memory stays alive until the copy has run."""
-    return pinned(torch.tensor(values, dtype=dtype, device="cpu"), device).to(device, non_blocking=True)
-
-
-def pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host tensor in pinned memory if the device is CUDA, so that copying it does not block."""
-    return host.pin_memory() if device.type == "cuda" else host
+    host = torch.as_tensor(values, dtype=dtype, device="cpu")
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def on_own_device(method: F) -> F:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from builders.devices import pinned, staged
+from builders.devices import staged
 
 MAX_BIASES = 1024
 """The most biases of a row."""
@@ -84,8 +84,7 @@ class LogitEdits(NamedTuple):
                 in_prompt, times = (
                     torch.tensor(tokens, dtype=torch.int64).bincount(minlength=vocab) for tokens in (prompt, output)
                 )
-                counts = (2 * times + (in_prompt > 0)).int()
-                self.counts[row] = pinned(counts, device).to(device, non_blocking=True)
+                self.counts[row] = staged(2 * times + (in_prompt > 0), device, torch.int32)
 
     def head(self, rows: int) -> LogitEdits:
         """Return views of the first rows."""

@@ -51,7 +51,7 @@ def test_tuner_of_prompts_tries_tiles_and_notices_a_wrong_one(monkeypatch):
         monkeypatch.setattr(tune_prompt_attention, name, value)
     prompts = tune_prompt_attention.RandomPrompts(1, 66, 3, 2, 64)
     found = tune_prompt_attention.compiled(prompts)
-    assert [(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in found] == [(128, 64), (64, 32)]
+    assert [(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in found] == [(64, 32), (128, 64)]
     launch = PagedAttentionArguments.launch
     monkeypatch.setattr(PagedAttentionArguments, "launch", lambda self, tile=None: launch(self, tile) + bool(tile))
     with pytest.raises(AssertionError):

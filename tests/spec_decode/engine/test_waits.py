@@ -90,7 +90,7 @@ def test_steps_with_prompts_do_not_wait(waits, draft):
 
 def test_copy_that_waits_is_found(waits, monkeypatch):
     def waiting(values, device, dtype=torch.int64):
-        return torch.tensor(values, dtype=dtype).to(device)
+        return torch.as_tensor(values, dtype=dtype).to(device)
 
     monkeypatch.setattr(devices.staged, "__code__", waiting.__code__)
     with pytest.raises(AssertionError):
