@@ -19,9 +19,9 @@ from attn_backends.kernels.linear.streamed_tiling import is_alone
 from builders.devices import room_of
 
 MAX_WIDE_ROWS = 64
-"""Up to this many rows stay in 16 bits: as many as 8 requests with 7 drafts each verify. With 64, 128, 256 and 512
-rows, the products of a layer of Llama-3-8B take 1.02, 1.53, 2.19 and 2.79 of torch's time in bf16 if the rows stay in
-16 bits, and 0.88, 0.81, 0.72 and 0.61 in 8 bits; 0.55 with 4,096 (H200)."""
+"""Up to this many rows stay in 16 bits: as many as 8 requests with 7 drafts each verify. With 8, 32, 64, 128 and 256
+rows, the products of a layer of Llama-3-8B take 0.56, 0.71, 0.83, 1.53 and 2.19 of torch's time in bf16 if the rows
+stay in 16 bits, and 0.89, 0.86, 0.85, 0.81 and 0.72 in 8 bits; 0.55 with 4,096 (H200)."""
 
 MAX_WIDE_ROWS_OF_MANY_OUTPUTS = 32
 """The same for a weight whose tiles keep every SM busy. With 32 and 64 rows, Llama-3-8B's gate and up take 0.72 and

@@ -192,15 +192,17 @@ def _tiling_of_8_bits(rows: int, n: int, k: int, room: Room, x_itemsize: int) ->
     block_k = _BLOCK_K_OF_FEW if is_small or tiles * shares <= room.num_sms else _BLOCK_K
     while shares > 1 and cdiv(k, block_k) < _LEAST_BLOCKS * shares:
         shares //= 2
+    block_n = _BLOCK_N
     if is_small:
-        stages = 5 if tiles * shares <= 2 * room.num_sms else 3
+        many = tiles * shares > 2 * room.num_sms
+        block_n, stages = block_n // (1 + (many and alone)), 3 if many else 5
     else:
         stages = 5 if cdiv(k, block_k * shares) > 16 or (block_k, block_m) == (_BLOCK_K, 2 * LEAST_ROWS) else 3
-    size = _BLOCK_N + block_m * x_itemsize
+    size = block_n + block_m * x_itemsize
     if 2 * size * block_k > room.shared_memory:
         block_k //= 2
     fitting = room.shared_memory // (size * block_k)
-    return StreamedTiling(block_m, 0, _BLOCK_N, block_k, shares, 2 if is_small else 4, min(stages, fitting))
+    return StreamedTiling(block_m, 0, block_n, block_k, shares, 2 if is_small else 4, min(stages, fitting))
 
 
 def _tiling_of_8_bit_rows(rows: int, n: int, k: int, room: Room) -> StreamedTiling:

@@ -199,7 +199,7 @@ def test_every_tiling_fits_its_device(rows, n, k, groups, itemsizes, gated, room
     assert tile.block_m + tile.block_m2 >= (1 if groups else rows)
     programs, blocks = tile.shares * -(-n // tile.block_n), -(-k // tile.block_k)
     assert tile.stages > 1 and (tile.shares == 1 or blocks >= 2 * tile.shares)
-    assert tile.shares == 1 or programs <= (4 if itemsize == 1 else 1) * room.num_sms
+    assert tile.shares == 1 or programs <= (8 if itemsize == 1 else 1) * room.num_sms
 
 
 @pytest.mark.parametrize(
@@ -216,17 +216,17 @@ def test_measured_layer_has_its_fastest_tiling(rows, n, k, shares, stages):
 
 
 @pytest.mark.parametrize(
-    ("rows", "n", "k", "warps", "block_k", "shares", "stages"),
+    ("rows", "n", "k", "block_n", "warps", "block_k", "shares", "stages"),
     [
-        (8, 6144, 4096, 2, 256, 4, 3), (8, 4096, 4096, 2, 256, 4, 5), (16, 28672, 4096, 2, 256, 1, 3),
-        (8, 4096, 14336, 2, 256, 4, 5), (8, 128256, 4096, 2, 256, 1, 3), (32, 6144, 4096, 4, 128, 4, 5),
-        (32, 4096, 4096, 4, 256, 2, 3), (32, 28672, 4096, 2, 256, 1, 3), (32, 4096, 14336, 4, 256, 2, 5),
-        (64, 6144, 4096, 4, 128, 4, 3), (64, 4096, 4096, 4, 256, 2, 3),
+        (8, 6144, 4096, 32, 2, 256, 4, 3), (8, 4096, 4096, 64, 2, 256, 4, 5), (16, 28672, 4096, 64, 2, 256, 1, 3),
+        (8, 4096, 14336, 64, 2, 256, 4, 5), (8, 128256, 4096, 64, 2, 256, 1, 3), (32, 6144, 4096, 64, 4, 128, 4, 5),
+        (32, 4096, 4096, 64, 4, 256, 2, 3), (32, 28672, 4096, 64, 2, 256, 1, 3), (32, 4096, 14336, 64, 4, 256, 2, 5),
+        (64, 6144, 4096, 64, 4, 128, 4, 3), (64, 4096, 4096, 64, 4, 256, 2, 3),
     ],
 )  # fmt: skip
-def test_measured_layer_in_8_bits_has_fastest_tiling(rows, n, k, warps, block_k, shares, stages):
+def test_measured_layer_in_8_bits_has_fastest_tiling(rows, n, k, block_n, warps, block_k, shares, stages):
     tile = streamed_tiling(rows, n, k, H200, itemsize=1)
-    assert tile == StreamedTiling(row_blocks(rows)[0], 0, 64, block_k, shares, warps, stages)
+    assert tile == StreamedTiling(row_blocks(rows)[0], 0, block_n, block_k, shares, warps, stages)
 
 
 @pytest.mark.parametrize(
