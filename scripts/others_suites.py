@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,10 @@ def main() -> None:
     parser.add_argument("-k", dest="only", default="", help="only these cases, as pytest selects them")
     parser.add_argument("--json", type=Path, required=True)
     flags = parser.parse_args()
+    if find_spec(flags.engine) is None:
+        parser.error(
+            f"{flags.engine} is not installed, nor on PYTHONPATH. Unpack it: see docs/engines/others-suites.md."
+        )
     paths, names, roots, rows = (_vllm if flags.engine == "vllm" else _sglang)(flags)
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     from scripts.script_report import write_report
@@ -127,7 +132,10 @@ def _vllm(flags: argparse.Namespace) -> tuple[list[Path], list[str], list[str], 
     from scripts import vllm_suite
 
     if flags.tests is None or not (flags.tests / "tests").is_dir():
-        sys.exit(f"--tests must be vLLM's unpacked source distribution, with tests/, got {flags.tests}")
+        sys.exit(
+            f"--tests must be vLLM's unpacked source distribution, with tests/, got {flags.tests}. Download "
+            "vllm-0.33.0.tar.gz from PyPI, and unpack it."
+        )
     import tests
 
     tests.__path__.append(str(flags.tests / "tests"))  # vLLM's modules import each other by this name

@@ -64,8 +64,9 @@ def read_scales(
     wanted = {(layer, part) for layer in layers for part in "kv"}
     if found and found.keys() != wanted:
         (layer, part), *_ = sorted(found.keys() ^ wanted)
+        why = "is missing" if (layer, part) in wanted else "belongs to no such layer"
         raise CheckpointError(
             f"{place} has scales of an 8-bit KV cache, but not exactly one for keys and one for values in each of "
-            f"{len(layers)} layers: {part}_scale of layer {layer} differs. Complete the download."
+            f"{len(layers)} layers: {part}_scale of layer {layer} {why}. Complete the download."
         )
     return {layer: (found[layer, "k"], found[layer, "v"]) for layer in layers} if found else {}

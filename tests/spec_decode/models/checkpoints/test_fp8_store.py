@@ -204,8 +204,16 @@ def test_a_scale_of_a_cache_that_is_missing_or_twice_there_is_rejected(tmp_path:
         scales(tensors)
         tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(1)
 
+    def of_no_layer(tensors: Tensors) -> None:
+        scales(tensors)
+        tensors["model.layers.9.self_attn.k_scale"] = torch.ones(1)
+
     for place, (change, why) in enumerate(
-        ((one_less, "v_scale of layer 1 differs"), (one_more, "two scales for layer 0"))
+        (
+            (one_less, "v_scale of layer 1 is missing"),
+            (one_more, "two scales for layer 0"),
+            (of_no_layer, "k_scale of layer 9 belongs to no such layer"),
+        )
     ):
         (folder := tmp_path / str(place)).mkdir()
         write_fp8(folder, "llama-3", "channel", change)
