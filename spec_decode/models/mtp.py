@@ -120,6 +120,11 @@ def _read_count(store: TensorStore, config: ConfigReader, layout: MtpLayout) -> 
             f"{layout.count} in {section.place} must be 1, got {found}: one layer, {layout.prefix}*, drafts every "
             "step. Use a checkpoint with one."
         )
+    if not any(name.startswith(layout.prefix) for name in store.names()):
+        raise CheckpointError(
+            f"{store.folder} has no tensors {layout.prefix}*, the layer that drafts. Use a checkpoint with it, or "
+            "another draft."
+        )
     return found
 
 

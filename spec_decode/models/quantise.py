@@ -63,7 +63,7 @@ def check_format(setting: str, weights: object, dtype: torch.dtype, device: torc
     require(
         dtype in READING,
         f"{setting}={weights!r} needs models in bfloat16 or float16, got {str(dtype).removeprefix('torch.')}. Load "
-        f"them with dtype bfloat16, or leave {setting} out.",
+        f"them with dtype bfloat16 (--dtype on the command line), or leave {setting} out.",
     )
     if not converts_fp8(device):
         found = ".".join(map(str, torch.cuda.get_device_capability(device)))

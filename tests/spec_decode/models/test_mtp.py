@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from attn_backends import Accepted, get
 from builders import AttentionKind
 from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.layers.grouped_attention import read_grouped_shape
 from spec_decode.models.layers.mla_attention import read_mla_shape
 from spec_decode.models.layers.rope import read_latent_rope
@@ -165,6 +166,13 @@ def test_qwen3_next_config_needs_no_layer_count(tmp_path):
     counted = make_mtp(QWEN_MOE_CONFIG)
     published = counted.changed(without=["mtp_num_hidden_layers"])
     assert_same_parameters(load(published.write(tmp_path / "published")), load(counted.write(tmp_path / "counted")))
+
+
+def test_target_without_its_layer_is_refused(tmp_path):
+    whole = make_mtp(QWEN_MOE_CONFIG)
+    alone = Generated(whole.config, {"model.norm.weight": next(iter(whole.tensors.values()))})
+    with pytest.raises(CheckpointError, match=r"has no tensors mtp\.\*, the layer that drafts"):
+        load(alone.write(tmp_path))
 
 
 FOLDERS = Path(__file__).parent / "speculators_drafts"
