@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from builders.devices import staged
+from builders.devices import stage_into, staged
 from builders.errors import BatchError, require, require_counts, require_tensor
 from builders.spec import MAX_TREE_TOKENS
 from builders.tables import RequestTables
@@ -183,8 +183,7 @@ class BatchBuffers:
             )
 
     def _write(self, lens: list[int], seqs: list[int], padded: list[int]) -> None:
-        starts = torch.zeros(len(padded) + 1, dtype=torch.int64)
-        starts[1:] = torch.tensor(padded).cumsum(0)
+        starts = torch.tensor([0, *padded]).cumsum(0)
         query, seq = torch.tensor(lens), torch.tensor(seqs)
         row = torch.repeat_interleave(torch.arange(len(lens)), query)
         positions = torch.arange(len(row)) - starts[row] + (seq - query)[row]
@@ -193,7 +192,7 @@ class BatchBuffers:
         for buffer in (self.seq_lens, self.positions, self.tree_masks, self.step):
             buffer.zero_()
         for buffer, host in ((self.query_start_loc, starts), (self.seq_lens, seq), (self.positions, positions)):
-            buffer[: len(host)] = staged(host, buffer.device, buffer.dtype)
+            stage_into(buffer[: len(host)], host)
         self.slot_mappings.fill_(NO_SLOT)
         # On the device, which has the tables: reading them would wait for all that is enqueued.
         row, positions = staged(row, self.step.device), self.positions[: len(row)]

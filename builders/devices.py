@@ -20,14 +20,16 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-def staged(
-    values: Sequence[float] | Sequence[Sequence[float]] | torch.Tensor,
-    device: torch.device,
-    dtype: torch.dtype = torch.int64,
-) -> torch.Tensor:
-    """Copy the values to a device without a sync; the pinned memory stays alive until the copy has run."""
-    host = torch.as_tensor(values, dtype=dtype, device="cpu")
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+def staged(values: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy the values to a device as int64, as `stage_into` does."""
+    host = torch.as_tensor(values, dtype=torch.int64, device="cpu")
+    return stage_into(torch.empty_like(host, device=device), host)
+
+
+def stage_into(buffer: torch.Tensor, values: Sequence[float] | torch.Tensor) -> torch.Tensor:
+    """Copy the values into a buffer of their shape without a sync; pinned memory stays alive until the copy has run."""
+    host = torch.as_tensor(values, dtype=buffer.dtype, device="cpu")
+    return buffer.copy_(host.pin_memory() if buffer.is_cuda else host, non_blocking=True)
 
 
 def on_own_device(method: F) -> F:

@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 
-from builders.devices import staged
+from builders.devices import stage_into, staged
 from builders.errors import BatchError, require, require_counts
 
 UNALLOCATED = -1
@@ -107,7 +107,7 @@ class RequestTables:
         limits = torch.zeros(self.max_reqs, dtype=torch.int32, device="cpu")
         limits[:num_reqs] = torch.tensor(list(token_limits), dtype=torch.int32, device="cpu")
         for source, table in ((host, self.block_tables), (limits, self.token_limits)):
-            table.copy_(staged(source, self.device, source.dtype))
+            stage_into(table, source)
         self.overflow.zero_()
         self._rows = [[list(row) for row in rows] for rows in pages]
         self._allocated = [{page for row in rows for page in row} for rows in pages]

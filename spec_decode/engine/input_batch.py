@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from builders.devices import staged
+from builders.devices import stage_into, staged
 from builders.errors import require_tensor
 from spec_decode.drafter import Drafter, VerifiedTokens
 from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
@@ -121,7 +121,7 @@ class InputBatch:
             tensor[:kept] = tensor.index_select(0, order)
         self.lens[kept:].zero_()
         self.max_lens[kept:].zero_()
-        self.max_lens[kept : kept + len(new)] = staged([request.max_len for request in new], order.device)
+        stage_into(self.max_lens[kept : kept + len(new)], [request.max_len for request in new])
         self.sampling.tail(kept).load([request.handle.request.sampling for request in new])
         self._condense_edits(order, kept_rows, new)
         if self._drafter is not None:
@@ -145,7 +145,7 @@ class InputBatch:
         target_hidden_states  [n, F], at the last token in the cache
         """
         rows = slice(first, first + len(lens))
-        self.lens[rows] = staged(lens, self.lens.device)
+        stage_into(self.lens[rows], lens)
         # With no draft token accepted, the drafter reads none of them, only the next tokens.
         token_ids = tokens[:, None].expand(-1, self._query_len)
         self.update_requests(rows, token_ids, token_ids[:, 1:], VerifyOutput(torch.zeros_like(tokens), tokens))

@@ -121,10 +121,8 @@ def _read_count(store: TensorStore, config: ConfigReader, layout: MtpLayout) -> 
             "step. Use a checkpoint with one."
         )
     if not any(name.startswith(layout.prefix) for name in store.names()):
-        raise CheckpointError(
-            f"{store.folder} has no tensors {layout.prefix}*, the layer that drafts. Use a checkpoint with it, or "
-            "another draft."
-        )
+        why = f"{store.folder} has no tensors {layout.prefix}*, the layer that drafts"
+        raise CheckpointError(f"{why}. Use a checkpoint with it, or another draft.")
     return found
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from builders.devices import staged
+from builders.devices import stage_into
 
 MAX_BIASES = 1024
 """The most biases of a row."""
@@ -61,30 +61,33 @@ class LogitEdits(NamedTuple):
     @classmethod
     def allocate(cls, max_reqs: int, vocab_size: int, device: torch.device | str) -> LogitEdits:
         """Allocate persistent rows, all padding until load()."""
-        return cls(
+        edits = cls(
             num_biases=torch.zeros(max_reqs, dtype=torch.int32, device=device),
             bias_tokens=torch.zeros(max_reqs, MAX_BIASES, dtype=torch.int32, device=device),
             biases=torch.zeros(max_reqs, MAX_BIASES, dtype=torch.float32, device=device),
             bias_ends=torch.zeros(max_reqs, MAX_BIASES, dtype=torch.int64, device=device),
-            penalties=staged(Penalties(), torch.device(device), torch.float32).repeat(max_reqs, 1),
+            penalties=torch.empty(max_reqs, len(Penalties()), dtype=torch.float32, device=device),
             counts=torch.zeros(max_reqs, vocab_size, dtype=torch.int32, device=device),
         )
+        edits.load(())
+        return edits
 
     def load(self, rows: Sequence[RowEdits]) -> None:
         """Write the first rows and make the others padding, in place; host work, not for a graph."""
-        vocab, device = self.counts.shape[1], self.counts.device
+        vocab = self.counts.shape[1]
         self.num_biases.fill_(0)
-        self.penalties.copy_(staged(Penalties(), device, torch.float32))
+        for column, neutral in zip(self.penalties.unbind(1), Penalties(), strict=True):
+            column.fill_(neutral)
         for row, (biases, penalties, prompt, output) in enumerate(rows):
             self.num_biases[row] = len(biases)
             for at, tensor in enumerate((self.bias_tokens, self.biases, self.bias_ends) if biases else ()):
-                tensor[row, : len(biases)] = staged([bias[at] for bias in biases], device, tensor.dtype)
+                stage_into(tensor[row, : len(biases)], [bias[at] for bias in biases])
             if penalties != Penalties():
-                self.penalties[row] = staged(penalties, device, torch.float32)
+                stage_into(self.penalties[row], penalties)
                 in_prompt, times = (
                     torch.tensor(tokens, dtype=torch.int64).bincount(minlength=vocab) for tokens in (prompt, output)
                 )
-                self.counts[row] = staged(2 * times + (in_prompt > 0), device, torch.int32)
+                stage_into(self.counts[row], 2 * times + (in_prompt > 0))
 
     def head(self, rows: int) -> LogitEdits:
         """Return views of the first rows."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Self
 
-from builders.devices import staged
+from builders.devices import stage_into
 from builders.errors import did_you_mean, require
 from spec_decode.sampling import noise
 from spec_decode.sampling.logit_edits import Bias, LogitEdits, Penalties, RowEdits
@@ -288,7 +288,7 @@ class Sampling(NamedTuple):
             (self.min_log_p, [_log(each.min_p) if each.temperature else -torch.inf for each in params], -torch.inf),
             (self.seeds, [each.seed for each in params], 0),
         ):
-            tensor[: len(params)] = staged(values, tensor.device, tensor.dtype)
+            stage_into(tensor[: len(params)], values)
             tensor[len(params) :].fill_(padding)
 
     def head(self, rows: int) -> Sampling:

@@ -8,11 +8,7 @@ import torch
 
 from attn_backends.kernels.linear.batch_invariance import is_batch_invariant
 from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight
-from attn_backends.kernels.linear.narrow_linear import (
-    most_wide_rows,
-    multiplies_narrow_rows,
-    streams_narrow_rows,
-)
+from attn_backends.kernels.linear.narrow_linear import most_wide_rows, multiplies_narrow_rows, streams_narrow_rows
 from attn_backends.kernels.linear.skinny_tiling import most_skinny_rows
 from attn_backends.kernels.linear.streamed_tiling import most_rows
 from builders.devices import room_of

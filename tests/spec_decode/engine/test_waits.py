@@ -89,9 +89,9 @@ def test_steps_with_prompts_do_not_wait(waits, draft):
 
 
 def test_copy_that_waits_is_found(waits, monkeypatch):
-    def waiting(values, device, dtype=torch.int64):
-        return torch.as_tensor(values, dtype=dtype).to(device)
+    def waiting(buffer, values):
+        return buffer.copy_(torch.as_tensor(values, dtype=buffer.dtype))
 
-    monkeypatch.setattr(devices.staged, "__code__", waiting.__code__)
+    monkeypatch.setattr(devices.stage_into, "__code__", waiting.__code__)
     with pytest.raises(AssertionError):
         test_steps_with_prompts_do_not_wait(waits, True)
