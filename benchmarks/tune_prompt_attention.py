@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_backends.kernels.paged_attention import PagedAttentionArguments
+from benchmarks.fitting_tiles import fitting_tiles
 from benchmarks.measure import time_kernels
 
 _DEVICE = torch.device("cuda")
@@ -76,17 +77,7 @@ def compiled(prompts: RandomPrompts) -> list[dict[str, int]]:
     """Return the tiles that this device has room for, the one in use first, with their kernels in Triton's cache; raise
     if a result is wrong."""
     arguments = prompts.draw()
-    expected, fitting = arguments.launch(), list[dict[str, int]]()
-    for tile in _tiles(arguments):
-        try:
-            found = arguments.launch(tile)
-        except Exception as error:
-            if "out of resource" not in str(error):
-                raise
-            continue
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-        fitting.append(tile)
-    return fitting
+    return fitting_tiles(_tiles(arguments), arguments.launch, arguments.launch())
 
 
 def _tiles(arguments: PagedAttentionArguments) -> Iterator[dict[str, int]]:
