@@ -105,8 +105,13 @@ def take_in(
     for at in tl.static_range(len(states)):
         g = bounded(load_slice(g_ptrs, mask, at * BLOCK_K, DECAYS, BLOCK_K))
         total = tl.sum(g, 0)
-        # A difference of sums would lose bits after a fast decay, and keys of any norm would show it.
-        later = tl.cumsum(g, 0, reverse=True) - g if DECAYS == 1 else total[None, :] - tl.cumsum(g, 0)
+        if DECAYS == 1:
+            # A difference of sums would lose bits after a fast decay, and keys of any norm would show it. A scan of one
+            # column does not compile in Triton 3.6.
+            i = tl.arange(0, g.shape[0])
+            later = tl.sum(tl.where(i[None, :] > i[:, None], tl.trans(g), 0.0), 1)[:, None]
+        else:
+            later = total[None, :] - tl.cumsum(g, 0)
         k = load_slice(k_ptrs, mask, at * BLOCK_K, KEY_DIM, BLOCK_K) * tl.exp(later)
         state = states[at] * tl.exp(total)[:, None]
         after = after + (tl.dot(tl.trans(k), u, acc=state, input_precision=PRECISION),)  # type: ignore[assignment]
