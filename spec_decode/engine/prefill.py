@@ -1,4 +1,4 @@
-"""Chunked prefill: writes prompts to the caches chunk by chunk, eagerly."""
+"""Chunked prefill: writes prompts to the caches chunk by chunk."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import torch
 
 from builders import RequestTables
 from builders.devices import staged
+from spec_decode.engine.prompt_graphs import PromptGraphs
 from spec_decode.graphs import Capturable, Factory, GraphManager, SplitOp, default_capture_sizes
 from spec_decode.model_api import Attention, TargetModel, TargetStates
 from spec_decode.paged import GraphMode, StateGroup
@@ -55,11 +56,13 @@ class TargetRunner:
         trees: bool = False,
         graph_mode: GraphMode = GraphMode.FULL,
         capture_sizes: Sequence[int] | None = None,
+        prompt_sizes: Sequence[int] = (),
     ) -> None:
         """query_len: tokens per row of a step, 1 to decode, 1 + K to verify. trees: they are a root and its tree.
+        prompt_sizes: numbers of prompt tokens that have graphs.
 
-        graph_mode: NONE runs steps eagerly. PIECEWISE runs every group's attention between captured pieces; FULL only
-        that of groups that cannot be captured. `plan` has the reasons.
+        graph_mode: NONE runs everything eagerly. PIECEWISE runs every group's attention in a step between captured
+        pieces; FULL only that of groups that cannot be captured. `plan` has the reasons.
         """
         self.model = model
         self._products = products_of(model, groups)
@@ -69,6 +72,7 @@ class TargetRunner:
         self._buffers = StepBuffers(groups, tables, self.plan, query_len=query_len, trees=trees)
         self.graphs = GraphManager(tables.device, list(capture_sizes or default_capture_sizes(tables.max_reqs)))
         self._eager = graph_mode is GraphMode.NONE
+        self.prompts = PromptGraphs(model, groups, tables, self._products, () if self._eager else prompt_sizes)
         self._states = [(index, group) for index, group in enumerate(groups) if isinstance(group, StateGroup)]
 
     @torch.no_grad()
@@ -77,14 +81,14 @@ class TargetRunner:
     ) -> TargetStates:
         """Return states [T, ...] of flat token_ids int64 [T]: request r's last query_lens[r] of seq_lens[r] tokens.
 
-        Runs eagerly. tables: for these requests, separate from those of the steps, over the same caches.
+        The next call can overwrite them. tables: for these requests, separate from those of the steps, over the same
+        caches.
         """
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
         begin = [row for row, (new, length) in enumerate(zip(query_lens, seq_lens, strict=True)) if new == length]
         for index, group in self._states:
             group.begin(metadata[index].slots[staged(begin, tables.device)])
-        with self._products():
-            states: TargetStates = self.model(token_ids, batch.positions, PagedAttention(self.groups, metadata))
+        states = self.prompts.run(token_ids, batch.positions, PagedAttention(self.groups, metadata))
         for index, group in self._states:
             group.end_step(metadata[index])
         return states
@@ -123,7 +127,7 @@ class TargetRunner:
         return "the target runs without graphs: its graph mode is none" if self._eager else self.plan.host_reason
 
     def capture(self, step: Step, *, before: Factory | None = None, progress: bool = False) -> None:
-        """Capture the step at every size, on padding rows; the tables must have no live request.
+        """Capture prompts, and the step at every size, on padding rows; the tables must have no live request.
 
         before: work that each graph starts with; only if `separate_graph_reason` is None.
         """
@@ -135,6 +139,7 @@ class TargetRunner:
             work = self._capturable(step, size)
             return work.after(first) if first else work
 
+        self.prompts.capture(progress=progress)
         self.graphs.capture({TARGET: capturable}, progress=progress)
 
     def _capturable(self, step: Step, size: int) -> Capturable:

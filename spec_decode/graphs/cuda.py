@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,24 @@ class CudaGraph:
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graph = graph
         self.replay: Callable[[], None] = graph.replay
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory that does not keep it: every layer's tensors would be kept, where the pool
+    needs one layer's."""
+    if not tensor.numel():
+        return tensor
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = SimpleNamespace(
+        __cuda_array_interface__={
+            "shape": (elements * tensor.itemsize,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }
+    )
+    flat = torch.as_tensor(memory, device=tensor.device)
+    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 class CudaRuntime:
@@ -51,10 +70,13 @@ class CudaRuntime:
 
         def split_op(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor:
             piece.close()
-            call = SplitOpCall(fn, inputs)
-            parts.append(call)
+            shaped, borrowed = fn(*inputs), [_borrowed(each) for each in inputs]
+            at = len(parts)
             begin()
-            return call.result
+            # From the graphs' pool, which takes it back when the work that reads it is captured.
+            result = torch.empty_like(shaped)
+            parts.insert(at, SplitOpCall(fn, borrowed, _borrowed(result)))
+            return result
 
         with ExitStack() as piece:
             begin()

@@ -171,11 +171,11 @@ class EmulatedRuntime:
 
         def split_op(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor:
             piece.close()
-            call = SplitOpCall(fn, inputs)
-            parts.extend((recorder.take(), call))
-            recorder.adopt(call.result)
+            result = fn(*inputs).clone()
+            parts.extend((recorder.take(), SplitOpCall(fn, inputs, result)))
+            recorder.adopt(result)
             begin()
-            return call.result
+            return result
 
         with ONE_CAPTURE:
             try:

@@ -27,7 +27,8 @@ class SplitOp(Protocol):
 
     Between the pieces, each replay runs fn(*inputs) eagerly on the current content of the captured tensors, and copies
     the result to the tensor returned here. The capture runs fn too, to learn the result's shape, on meaningless inputs:
-    fn must be harmless on them, and its result's shape must not depend on their content.
+    fn must be harmless on them, and its result's shape must not depend on their content. A replay's result can have
+    fewer rows; the other rows are undefined. fn must not keep its inputs' memory: later pieces can use it.
     """
 
     def __call__(self, fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor: ...
@@ -70,14 +71,13 @@ class SplitOpCall:
 
     num_nodes: int | None = 1
 
-    def __init__(self, fn: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        self._fn, self._inputs = fn, tuple(inputs)
-        self.result = fn(*inputs).clone()
+    def __init__(self, fn: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+        self._fn, self._inputs, self._result = fn, tuple(inputs), result
 
     def replay(self) -> None:
         result = self._fn(*self._inputs)
         with torch.inference_mode():  # torch writes a result of this mode only here
-            self.result.copy_(result)
+            self._result[: len(result)].copy_(result)
 
 
 class PiecewiseGraph:

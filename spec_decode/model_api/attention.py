@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,6 +31,17 @@ class AttentionInputs(NamedTuple):
     rope: Rope | None = None
     kv_a_norm_rope: KvANormRope | None = None
     sinks: torch.Tensor | None = None
+
+    def head(self, count: int) -> AttentionInputs:
+        """Return those of the first `count` tokens."""
+        rope, norm_rope = self.rope, self.kv_a_norm_rope
+        return self._replace(
+            query=self.query[:count],
+            key=self.key[:count],
+            value=self.value[:count],
+            rope=rope and rope._replace(positions=rope.positions[:count]),
+            kv_a_norm_rope=norm_rope and replace(norm_rope, positions=norm_rope.positions[:count]),
+        )
 
     def normed_and_rotated(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return query, key and value after norm and rotation, for unfused implementations; differentiable."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,8 +94,11 @@ class SplitAttention:
         if inputs.layer not in self._uncaptured_layers:
             return self._captured_attention(inputs)
 
+        # Keeps no query, key or value: they are the graph's.
+        make, options = partial(AttentionInputs, inputs.layer), inputs[4:]
+
         def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return self._now()(inputs._replace(query=query, key=key, value=value))
+            return self._now()(make(query, key, value, *options))
 
         return self._split_op(eager, inputs.query, inputs.key, inputs.value)
 
@@ -103,8 +107,10 @@ class SplitAttention:
         if layer not in self._uncaptured_layers:
             return self._captured_attention.recur(layer, inputs)
 
+        weights = inputs[3:]
+
         def eager(x: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-            return self._now().recur(layer, inputs._replace(x=x, decay=decay, beta=beta))
+            return self._now().recur(layer, StateInputs(x, decay, beta, *weights))
 
         return self._split_op(eager, inputs.x, inputs.decay, inputs.beta)
 
