@@ -100,7 +100,7 @@ class LLM:
         - model, draft            a folder, `pydoc` (this library's own pair), or the name of a model in
                                   this machine's Hugging Face cache; without a draft there is no speculation
         - num_speculative_tokens  draft tokens per round; None: as many as the draft's block_size or modules predict,
-                                  4 for a draft without such a number
+                                  4 for a draft without such a number; 0: no draft is loaded
         - dtype                   "auto": float32 on a CPU, bfloat16 on a GPU
         - device                  None: the first GPU, or the CPU without a GPU
         - backend, draft_backend  names of attention backends; None: each layer group gets the first that supports it
