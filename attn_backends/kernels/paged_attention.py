@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attn_backends.kernels.e4m3 import to_widen, widened
 from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.softmax import softmax_with_sinks
-from builders.devices import num_sms, room_of
+from builders.devices import room_of
 from builders.errors import BatchError
 from builders.kernels.op import define_op
 from builders.kernels.rows import whole_rows
@@ -28,8 +28,10 @@ from builders.spec import MAX_TREE_TOKENS
 
 _PROMPT = 16
 """Queries of a request from which the torch implementation leaves the sum to torch's own attention."""
-_MOST_ROWS = 64
-"""Rows per tile. With 128, prompts of 1,000 and 8,192 tokens take 1.03 and 0.95 of the time and spill (H200)."""
+_MOST_ROWS, _MORE_ROWS, _LONG_PROMPT = 64, 128, 2048
+"""Rows per tile; those of a prompt that is faster so, in 16 bits: with heads of 256 dims, and from this many queries on
+with heads of 128. With 1,000 and 8,192 queries, and 8,192 after 24,576 tokens, those reach 228, 323 and 345 teraflops a
+second in 128 rows, 233, 306 and 314 in 64; heads of 64 dims 185 and 200 (H200; caches in 8 bits were not timed)."""
 
 
 class PagedAttentionArguments(NamedTuple):
@@ -251,22 +253,19 @@ class PagedAttentionArguments(NamedTuple):
 
     def own_tile(self) -> dict[str, int]:
         """Return BLOCK_M and what `tile_config` returns for the op's sizes and device."""
-        query, splits, room = self.query, self.num_splits, room_of(self.query.device)
-        kv_heads = self.value_cache.shape[2]
-        group = query.shape[1] // kv_heads
+        query, splits, kv_heads = self.query, self.num_splits, self.value_cache.shape[2]
+        room, size, group = room_of(query.device), query.element_size(), query.shape[1] // kv_heads
         width = next_power_of_2(query.shape[2]) + next_power_of_2(self.value_cache.shape[3])
-        invariant, max_rows = self.batch_invariant, self.max_query_len * group
+        invariant, prompt, max_rows = self.batch_invariant, self._is_prompt, self.max_query_len * group
+        faster = width == 512 or (width == 256 and self.max_query_len >= _LONG_PROMPT)
+        most = _MORE_ROWS if faster and prompt and size == 2 and room.wgmma else _MOST_ROWS
         # tl.dot needs at least 16 rows. A batch-invariant tile must not depend on max_query_len, which varies by batch.
-        block_m = max(16, min(_MOST_ROWS, next_power_of_2(group if invariant else max_rows)))
+        block_m = max(16, min(most, next_power_of_2(group if invariant else max_rows)))
         programs = self.seq_lens.shape[0] * cdiv(max_rows, block_m) * kv_heads * splits
-        split_tokens = cdiv(min(self.max_seq_len, self.sliding_window or self.max_seq_len), splits)
+        seen = min(self.max_seq_len, self.sliding_window or self.max_seq_len)
+        tokens, alone = SPLIT_TOKENS if invariant else cdiv(seen, splits), not invariant and programs <= room.num_sms
         config = tile_config(
-            row_bytes=width * query.element_size(),
-            tokens=SPLIT_TOKENS if invariant else split_tokens,
-            one_per_sm=not invariant and programs <= num_sms(query.device),
-            block_m=block_m,
-            prompt=self._is_prompt,
-            wgmma=room.wgmma,
+            row_bytes=width * size, tokens=tokens, alone=alone, block_m=block_m, prompt=prompt, wgmma=room.wgmma
         )
         return {"BLOCK_M": block_m, **config}
 
@@ -305,19 +304,16 @@ def launch_merge(
 
 def _tokens(cache: torch.Tensor, pages: torch.Tensor, length: int, scale: torch.Tensor | None) -> torch.Tensor:
     """Return the first `length` cached tokens of a request, fp32 [Hkv, length, D]."""
-    count = -(-length // cache.shape[1])
-    stored = cache[pages[:count].long()].flatten(0, 1)[:length].transpose(0, 1).float()
+    stored = cache[pages[: cdiv(length, cache.shape[1])].long()].flatten(0, 1)[:length].transpose(0, 1).float()
     return stored if scale is None else stored * scale[:, None, None]
 
 
-def tile_config(
-    *, row_bytes: int, tokens: int, one_per_sm: bool, block_m: int, prompt: bool, wgmma: bool
-) -> dict[str, int]:
+def tile_config(*, row_bytes: int, tokens: int, alone: bool, block_m: int, prompt: bool, wgmma: bool) -> dict[str, int]:
     """Choose the KV tokens per block and the launch options: the fastest of those tried on an H200.
 
-    row_bytes: of a token's key and value; tokens: per split, approximately; one_per_sm: whether no SM has two programs;
-    prompt: whether blocks that all rows see have a loop of their own. wgmma: see `Room`. Without it, registers also
-    hold the operands of 64 rows, and run out with larger tiles.
+    row_bytes: of a token's key and value in the query's dtype; tokens: per split, approximately; alone: whether no SM
+    has two programs; prompt: whether blocks that all rows see have a loop of their own. wgmma: see `Room`. Without it,
+    registers also hold the operands of 64 rows, and run out with larger tiles.
 
     A program alone on its SM is bound by the latency of its loads, and more warps keep more of them in flight. So is
     one of a block or two, where a pipeline only adds latency. Others are bound by bandwidth: fewer stages let more run.
@@ -325,11 +321,14 @@ def tile_config(
     block_n = 64 if row_bytes <= 512 else 32 if row_bytes <= 1024 else 16
     if tokens <= block_n // 2 and block_n > 16:
         block_n //= 2
-    stages = 1 if one_per_sm or tokens <= 2 * block_n else 2
-    warps = 8 if one_per_sm and block_m == 16 else 4
+    stages = 1 if alone or tokens <= 2 * block_n else 2
+    warps = 8 if alone and block_m == 16 else 4
     if prompt and wgmma and row_bytes <= 512:
         # Small tiles leave room for more programs on an SM: while one takes exponentials, another multiplies.
         block_n, stages = 32, 2
+    elif prompt and block_m > _MOST_ROWS:
+        # Heads of 256 dims: 281 teraflops a second; in tiles of 64 rows and 32 tokens, 118 (H200).
+        block_n, warps, stages = 64, 8, 2
     elif prompt and (wgmma or row_bytes >= 512):
         # With a third stage, a block's page numbers are there before its tokens are asked for.
         warps, stages = 8, 3 if wgmma else 2

@@ -85,7 +85,8 @@ def test_every_streamed_form_is_right_in_every_tiling(form, bits, rows, n, k, dt
     arguments = make_arguments(form, rows, n, k, BF16 if bits == "fp8" and dtype is FP32 else dtype)
     arguments = arguments if bits == "16 bits" else in_8_bits(arguments)._replace(round_x=bits == "rounded")
     assert_exact(arguments.launch(cut), arguments)
-    assert len(tma_launches) == (cut.tma if cut else rows == 130 and form in WHOLE)
+    # A gate that is neither split nor fills the device has tiles of 64, which the copy engine would halve.
+    assert len(tma_launches) == (cut.tma if cut else rows == 130 and form in WHOLE and not arguments.gated)
 
 
 @pytest.mark.parametrize(("form", "rows"), [*((form, 163) for form in WHOLE), ("residual", 258)])

@@ -79,6 +79,8 @@ def paged(
 def attention() -> Iterator[Case]:
     for dim, (group, queries, splits), kv in product((64, 128, 256), ((4, 6, 4), (16, 512, 1)), (BF16, FP8)):
         yield paged(dim, group, queries, splits, kv=kv)
+    for kv in (BF16, FP8):
+        yield paged(128, 4, 4096, 1, kv=kv)
     yield paged(128, 4, 16, 4, tree=True)
     yield paged(128, 4, 16, 4, tree=True, kv=FP8)
     yield paged(128, 4, 6, CONTEXT // SPLIT_TOKENS, invariant=True)
@@ -130,7 +132,7 @@ def models() -> Iterator[Case]:
         yield streamed(rows, 2 * 14336, HIDDEN, dtype, True, False)
         yield streamed(rows, HIDDEN, 14336, dtype, False, False)
     for rows, (outputs, inputs, gated) in product(
-        (8, 96, 65, 160, 192, 256), ((HIDDEN, 14336, False), (5632, 1024, True))
+        (32, 64, 65, 96, 160, 192, 256), ((HIDDEN, 14336, False), (5632, 1024, True))
     ):
         yield streamed(rows, outputs, inputs, FP8, gated, True)
     for rows, (outputs, inputs, gated), dtype in product(

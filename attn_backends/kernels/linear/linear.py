@@ -24,10 +24,7 @@ _SLOW_ROWS, _EXTRA_ROWS = (320, 448), 8
 
 
 def linear(
-    x: torch.Tensor,
-    weight: Weight,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return x [M, K] @ weight [N, K]^T, plus bias [N] and residual [M, N] if given; [M, N].
 

@@ -2,7 +2,7 @@
 twice as fast as 16, and no product that keeps 16-bit rows is as fast as one of two 16-bit operands.
 
 Each row has a scale of its own, as each output of the weight has. torch multiplies the 8-bit numbers and applies both
-scales to the sums; up to STREAMED_ROWS, streamed_linear does.
+scales to the sums. Up to `most_streamed_rows`, streamed_linear does, in less time.
 
 Legend: M rows, T rows of x that M sorted rows are gathered from, K inputs, N outputs, E weights.
 """
@@ -15,28 +15,27 @@ import torch
 
 from attn_backends.kernels.linear.fp8_weight import DTYPE, Fp8Weight
 from attn_backends.kernels.linear.narrow_rows import narrow_rows
-from attn_backends.kernels.linear.streamed_tiling import is_alone
+from attn_backends.kernels.linear.streamed_tiling import MAX_NARROW_ROWS, is_alone
 from builders.devices import room_of
 
-MAX_WIDE_ROWS = 64
-"""Up to this many rows stay in 16 bits: as many as 8 requests with 7 drafts each verify. With 8, 32, 64, 128 and 256
-rows, the products of a layer of Llama-3-8B take 0.56, 0.71, 0.83, 1.53 and 2.19 of torch's time in bf16 if the rows
-stay in 16 bits, and 0.89, 0.86, 0.85, 0.81 and 0.72 in 8 bits; 0.55 with 4,096 (H200)."""
+MAX_WIDE_ROWS = 16
+"""Up to this many rows stay in 16 bits where `streamed_linear` multiplies more of them in 8 bits. With 8 and 32 rows,
+the products of a layer of Llama-3-8B take 69 and 90 us if the rows stay in 16 bits, and 70 and 72 us in 8 (H200)."""
 
-MAX_WIDE_ROWS_OF_MANY_OUTPUTS = 32
-"""The same for a weight whose tiles keep every SM busy. With 32 and 64 rows, Llama-3-8B's gate and up take 0.72 and
-0.86 of torch's time in bf16 if the rows stay in 16 bits, and 0.61 and 0.60 in 8 bits, without the activation; its
-output projection 0.70 and 0.80, and 0.72 and 0.58 (H200)."""
+MAX_WIDE_ROWS_OF_FEW_OUTPUTS, MAX_WIDE_ROWS_OF_MANY_OUTPUTS = 64, 32
+"""The same where only torch multiplies rows in 8 bits: for a weight whose tiles leave SMs idle, and for others. If 32
+and 64 rows stay in 16 bits, the three such weights of a layer of Llama-3-8B take 0.67 and 0.75 of torch's time, gate
+and up 1.12 and 1.59 with the activation, torch's without it, and the output projection 0.91 and 1.38 (H200)."""
 
 MAX_WIDE_SORTED_ROWS = 512
 """The same for rows sorted by expert. With 512 and 2,048 rows, Qwen3-30B's 128 experts take 0.49 and 1.08 of torch's
 time in bf16 if the rows stay in 16 bits, and 0.57 and 0.61 in 8 bits (H200)."""
 
-STREAMED_ROWS = 0
-"""Up to this many rounded rows of an 8-bit weight of few outputs, `streamed_linear` multiplies, which can take
-MAX_NARROW_ROWS: none before it has run on a GPU. torch has no more programs than tiles, so such a weight leaves SMs
-idle: with 8 to 128 rows, Llama-3-8B's products of 4,096 and 6,144 outputs take 2.7 to 4 times as long as reading the
-weight once (H200)."""
+STREAMED_ROWS_OF_ANY_WEIGHT = 128
+"""Up to this many rounded rows of any weight, `streamed_linear` multiplies. With 32, 64 and 128 rows, the products of a
+layer of Llama-3-8B take 72, 78 and 86 us with the activation, and torch's 109, 111 and 112 us without it; its output
+projection 127, 134 and 158 us, and torch's 193, 169 and 154. With 256, 14,336 inputs to 4,096 outputs take 34 us,
+torch's 43, and gate and up 61 us, torch's 60 without the activation; others 1.05 to 1.27 of torch's time (H200)."""
 
 _ALIGNMENT = 16
 """torch's products of 8-bit numbers need multiples of this many inputs and outputs."""
@@ -46,13 +45,18 @@ _CAPABILITIES = (9, 10)
 
 def most_wide_rows(n: int, device: torch.device) -> int:
     """Return the most rows that stay in 16 bits, for an 8-bit weight of n rows."""
-    return MAX_WIDE_ROWS if is_alone(n, room_of(device)) else MAX_WIDE_ROWS_OF_MANY_OUTPUTS
-
-
-def streams_narrow_rows(rows: int, n: int, device: torch.device) -> bool:
-    """Whether `streamed_linear` is the kernel for so many rows in 8 bits and an 8-bit weight of n rows."""
     room = room_of(device)
-    return rows <= STREAMED_ROWS and room.wgmma and is_alone(n, room)
+    if room.wgmma:
+        return MAX_WIDE_ROWS
+    return MAX_WIDE_ROWS_OF_FEW_OUTPUTS if is_alone(n, room) else MAX_WIDE_ROWS_OF_MANY_OUTPUTS
+
+
+def most_streamed_rows(n: int, k: int, device: torch.device, *, gated: bool) -> int:
+    """Return the most rows in 8 bits that `streamed_linear` multiplies faster than torch, for an 8-bit weight of n rows
+    and k inputs. gated: it holds gate and up, whose activation torch leaves to another kernel."""
+    room = room_of(device)
+    more = gated or (is_alone(n, room) and k >= 2 * n)
+    return (MAX_NARROW_ROWS if more else STREAMED_ROWS_OF_ANY_WEIGHT) if room.wgmma else 0
 
 
 def multiplies_narrow_rows(x: torch.Tensor, weight: Fp8Weight) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from attn_backends.kernels.linear.batch_invariance import is_batch_invariant
 from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight
-from attn_backends.kernels.linear.narrow_linear import most_wide_rows, multiplies_narrow_rows, streams_narrow_rows
+from attn_backends.kernels.linear.narrow_linear import most_streamed_rows, most_wide_rows, multiplies_narrow_rows
 from attn_backends.kernels.linear.skinny_tiling import most_skinny_rows
 from attn_backends.kernels.linear.streamed_tiling import most_rows
 from builders.devices import room_of
@@ -24,9 +24,9 @@ class ProductKind(Enum):
     STREAMED = "streamed"
     """`streamed_linear`: too few rows to keep tensor cores busy, so reading the weight takes the time."""
     NARROW_STREAMED = "narrow_streamed"
-    """`streamed_linear` of rows rounded to 8 bits: more rows of an 8-bit weight of few outputs."""
+    """`streamed_linear` of rows rounded to 8 bits: more rows of an 8-bit weight."""
     NARROW = "narrow"
-    """`narrow_linear`: torch's product of rows rounded to 8 bits, for still more rows or many outputs."""
+    """`narrow_linear`: torch's product of rows rounded to 8 bits: still more rows."""
     TORCH = "torch"
     """torch's own kernels: many rows, and tensors that the kernels above cannot read. Never an 8-bit weight."""
 
@@ -54,7 +54,8 @@ def product_kind(x: torch.Tensor, weight: Weight, *, gated: bool = False, skinny
     rows, (n, k) = x.shape[0], weight.shape
     if isinstance(weight, Fp8Weight):
         if rows > most_wide_rows(n, x.device) and multiplies_narrow_rows(x, weight):
-            return ProductKind.NARROW_STREAMED if streams_narrow_rows(rows, n, x.device) else ProductKind.NARROW
+            streams = rows <= most_streamed_rows(n, k, x.device, gated=gated)
+            return ProductKind.NARROW_STREAMED if streams else ProductKind.NARROW
         return ProductKind.SKINNY if skinny and 0 < rows <= most_skinny_rows(n, k) else ProductKind.STREAMED
     if (
         x.dim() != 2

@@ -19,7 +19,7 @@ MAX_GATED_ROWS = 256
 both with 192 to 256 rows, 1.01 with 288 (Llama 3's gate and up, H100)."""
 
 MAX_NARROW_ROWS = 256
-"""The same for rows in 8 bits, all of them in one or two tiles of a program. Not yet timed."""
+"""The same for rows in 8 bits, which torch multiplies in 8 bits too: see `most_streamed_rows`."""
 
 _LEAST_IN_USE = 0.8
 """With MAX_GATED_ROWS, each of a gate's tiles is alone on its SM, and SMs without one wait for the last: so much of
@@ -34,9 +34,9 @@ _MORE_ROWS = range(4096, 8192 + 1)
 """Inputs of weights that beat torch's with more rows, if split into shares and with at least twice as many inputs as
 outputs: 0.82 to 0.93 of its time with 160 rows, others of few outputs 1.01 to 1.28 (H100)."""
 
-_ROWS_BY_THREADS = 80
-"""Up to this many rows, a program's threads load its tiles about as fast as the bulk copy engine does; with 33, they
-take three quarters of its time (H200)."""
+_ROWS_BY_THREADS, _NARROW_ROWS_BY_THREADS = 80, 32
+"""Up to this many rows in 16 and 8 bits, a program's threads load its tiles about as fast as the bulk copy engine does.
+It takes 1.33 of their time with 33 rows in 16 bits, and 0.93 to 1 with 64 in 8 bits (H200)."""
 
 _WHOLE_ROWS = 64
 """Up to this many rows stay in one part."""
@@ -141,7 +141,7 @@ def streamed_tiling(
     rows. gated: the weight holds gate and up.
     """
     if x_itemsize == 1 and not groups:
-        return _tiling_of_8_bit_rows(rows, n, k, room)
+        return _tiling_of_8_bit_rows(rows, n, k, room, gated)
     if itemsize == 1 and not groups and rows <= _WHOLE_ROWS:
         return _tiling_of_8_bits(rows, n, k, room, x_itemsize)
     block_m, block_m2 = (LEAST_ROWS, 0) if groups else row_blocks(rows)
@@ -205,28 +205,29 @@ def _tiling_of_8_bits(rows: int, n: int, k: int, room: Room, x_itemsize: int) ->
     return StreamedTiling(block_m, 0, block_n, block_k, shares, 2 if is_small else 4, min(stages, fitting))
 
 
-def _tiling_of_8_bit_rows(rows: int, n: int, k: int, room: Room) -> StreamedTiling:
-    """Return the tiling for rows and a weight in 8 bits, which tensor cores read from shared memory as they are.
+def _tiling_of_8_bit_rows(rows: int, n: int, k: int, room: Room, gated: bool) -> StreamedTiling:
+    """Return the tiling for rows and a weight in 8 bits, which tensor cores read from shared memory as they are: for 32
+    to 256 rows and Llama-3-8B's weights, within 2 % of the fastest (H200; see benchmarks/tune_streamed_linear.py).
 
-    Chosen from machine code, which has no conversions and no spills, and by counting bytes; not yet timed. Every tile
-    of the weight reads all of x from the L2 cache, together n k rows / block_n bytes: with 64 rows and tiles of 64 as
-    much as the weight. So more rows have tiles of 128. Shares are written and read in fp32, 8 n rows bytes for each. So
-    they give an SM one program at most, with as many stages as fit.
+    Tiles have 128 rows of the weight, since each reads all of x from the L2 cache, in shares that fill the SMs once.
+    With more rows a weight of few outputs has tiles of 64: shares are written and read in fp32, 8 n rows bytes each.
     """
-    (block_m, block_m2), many = row_blocks(rows), rows > _WHOLE_ROWS
-    block_n, block_k, shares = _BLOCK_N * (2 if many else 1), _BLOCK_K, 1
-    blocks, tiles = cdiv(k, block_k), cdiv(n, block_n)
-    while (
-        shares < _MOST_NARROW_SHARES
-        and 2 * shares * tiles <= room.num_sms
-        and 2 * shares * _LEAST_NARROW_BLOCKS <= blocks
-    ):
-        shares *= 2
-    size = (block_n + block_m + block_m2) * block_k
-    pairs = tiles > room.num_sms and rows <= MAX_ROWS  # of programs on an SM
-    stages = max(2, min(_MOST_STAGES, room.shared_memory // (size * (2 if pairs else 1))))
-    tma = room.tma and rows > _ROWS_BY_THREADS and _rows_are_aligned(k, 1)
-    return StreamedTiling(block_m, block_m2, block_n, block_k, shares, 8 if rows > MAX_ROWS else 4, stages, tma)
+    (block_m, block_m2), block_n, fills = row_blocks(rows), 2 * _BLOCK_N, rows > MAX_ROWS
+    many, shares = rows > _NARROW_ROWS_BY_THREADS, _narrow_shares(n, k, block_n, room)
+    if not fills and ((many and is_alone(n, room)) or 2 * shares * cdiv(n, block_n) < room.num_sms):
+        block_n, shares = _BLOCK_N, _narrow_shares(n, k, _BLOCK_N, room)
+    pairs = cdiv(n, block_n) > room.num_sms and not fills  # of programs on an SM
+    fitting = room.shared_memory // ((block_n + block_m + block_m2) * _BLOCK_K * (2 if pairs else 1))
+    stages = max(2, min(_SHARED_STAGES if pairs else _MOST_STAGES, fitting))
+    # A gate in a tile of 64 leaves 32 rows for each of its two products.
+    tma = room.tma and many and _rows_are_aligned(k, 1) and not (gated and shares == 1 and block_n == _BLOCK_N)
+    return StreamedTiling(block_m, block_m2, block_n, _BLOCK_K, shares, 8 if fills else 4, stages, tma)
+
+
+def _narrow_shares(n: int, k: int, block_n: int, room: Room) -> int:
+    """Return the shares of k inputs that give an SM one program at most, with tiles of block_n of a weight's n rows."""
+    most = min(_MOST_NARROW_SHARES, room.num_sms // cdiv(n, block_n), cdiv(k, _BLOCK_K) // _LEAST_NARROW_BLOCKS)
+    return next_power_of_2(max(1, most) + 1) // 2
 
 
 def _in_use(programs: int, room: Room) -> float:

@@ -7,10 +7,13 @@ import torch
 
 from attn_backends import KVCache, get
 from attn_backends.base import check_forward_inputs
+from attn_backends.kernels import paged_attention
 from attn_backends.kernels.paged_attention import PagedAttentionArguments, tile_config
 from builders import AttentionKind, BatchBuffers, BatchError
+from builders.devices import Room
 from tests.attn_backends.kernels.attention_oracle import attend, tokens_of
 from tests.factories import CPU, make_cache, make_spec, make_tables
+from tests.ops import served
 
 PLAIN = make_spec(head_dim=64)
 LATENTS = make_spec(kind=AttentionKind.MLA, num_kv_heads=1, head_dim=48, value_dim=32, scale=0.2)
@@ -175,7 +178,9 @@ def test_misread_forward_inputs_raise_batch_error(change, message):
     ("row_bytes", "tokens", "alone", "block_m", "tile"),
     [
         pytest.param(512, 512, False, 64, (32, 4, 2), id="a prompt"),
-        pytest.param(1024, 512, False, 64, (32, 8, 3), id="a prompt with wide heads"),
+        pytest.param(1024, 512, False, 64, (32, 8, 3), id="a prompt of wide rows"),
+        pytest.param(512, 4096, False, 128, (32, 4, 2), id="a long prompt"),
+        pytest.param(1024, 512, False, 128, (64, 8, 2), id="a prompt with wide heads"),
         pytest.param(512, 32, True, 16, (32, 8, 1), id="one request of few KV heads"),
         pytest.param(512, 256, True, 16, (64, 8, 1), id="one request, a longer context"),
         pytest.param(512, 64, True, 32, (64, 4, 1), id="an extend alone"),
@@ -186,9 +191,30 @@ def test_misread_forward_inputs_raise_batch_error(change, message):
     ],
 )
 def test_tile_config_follows_program_bound(row_bytes, tokens, alone, block_m, tile):
-    sizes = {"row_bytes": row_bytes, "tokens": tokens, "one_per_sm": alone, "block_m": block_m}
+    sizes = {"row_bytes": row_bytes, "tokens": tokens, "alone": alone, "block_m": block_m}
     config = tile_config(**sizes, prompt=block_m >= 64, wgmma=True)
     assert (config["BLOCK_N"], config["num_warps"], config["num_stages"]) == tile
+
+
+ROWS = {
+    "wide heads": (256, 65, {}, 128),
+    "over 8 bits": (256, 65, {"kv": torch.float8_e4m3fn}, 128),
+    "no prompt": (256, 64, {}, 64),
+    "a window": (256, 4096, {"more": True}, 64),
+    "batch invariant": (256, 4096, {"invariant": True}, 16),
+    "narrow heads": (64, 4096, {}, 64),
+    "a long prompt": (128, 2048, {}, 128),
+    "one that is not yet long": (128, 2047, {}, 64),
+}
+
+
+@pytest.mark.parametrize(("dim", "queries", "options", "rows"), ROWS.values(), ids=ROWS)
+def test_prompts_that_are_faster_so_have_128_rows(dim, queries, options, rows, monkeypatch):
+    prompt = PagedAttentionArguments(*served.paged(dim, 2, queries, 1, **options)[1])
+    assert prompt.own_tile()["BLOCK_M"] == rows
+    assert prompt._replace(query=prompt.query.float()).own_tile()["BLOCK_M"] <= 64
+    monkeypatch.setattr(paged_attention, "room_of", lambda device: Room(132, 232448, wgmma=False))
+    assert prompt.own_tile()["BLOCK_M"] <= 64
 
 
 def arguments(**changes):

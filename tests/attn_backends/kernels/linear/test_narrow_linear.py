@@ -27,7 +27,6 @@ def supported(monkeypatch):
         return (wide * scale[:, None] * outputs[groups]).to(out_dtype)
 
     monkeypatch.setattr(narrow, "_has_narrow_products", lambda device: True)
-    monkeypatch.setattr(narrow, "STREAMED_ROWS", MAX_NARROW_ROWS)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", by_group)
 
 
@@ -62,7 +61,7 @@ def test_nan_and_infinity_stay_in_their_rows(rows):
     assert out.isnan().any(-1).nonzero().flatten().tolist() == [3, 8]
 
 
-BY_ROWS = [(MANY, STREAMED), (MAX_NARROW_ROWS, STREAMED), (MAX_NARROW_ROWS + 1, ProductKind.NARROW)]
+BY_ROWS = [(MANY, STREAMED), (narrow.STREAMED_ROWS_OF_ANY_WEIGHT + 1, ProductKind.NARROW)]
 
 
 @pytest.mark.parametrize(("count", "kind"), BY_ROWS)
@@ -125,14 +124,29 @@ def test_other_rows_keep_their_bits(x, shape):
     torch.testing.assert_close(linear(x, weight).float(), wanted, rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize(("tiles", "most"), [(2, 64), (3, 32)])
-def test_weight_of_many_outputs_rounds_fewer_rows(tiles, most, monkeypatch):
+MOST_STREAMED = {
+    "any weight": (128, 240, False, 128),
+    "twice as many inputs as outputs": (128, 256, False, 256),
+    "and many outputs": (192, 384, False, 128),
+    "a gate": (192, 240, True, 256),
+}
+
+
+@pytest.mark.parametrize(("n", "k", "gated", "most"), MOST_STREAMED.values(), ids=MOST_STREAMED)
+def test_rounded_rows_stream_as_far_as_they_beat_torch(n, k, gated, most, monkeypatch):
     monkeypatch.setattr(narrow, "room_of", lambda device: Room(2, 232448))
-    weight = Fp8Weight.of(draw(64 * tiles, 32))
-    kinds = [product_kind(draw(rows, 32), weight) for rows in (most, most + 1)]
-    assert kinds == [ProductKind.STREAMED, ProductKind.NARROW if most == 32 else STREAMED]
+    x, weight = draw(most + 1, k), Fp8Weight.of(draw(n, k))
+    kinds = [product_kind(x[:rows], weight, gated=gated) for rows in (16, 17, most, most + 1)]
+    assert kinds == [ProductKind.STREAMED, STREAMED, STREAMED, ProductKind.NARROW]
+
+
+@pytest.mark.parametrize(("n", "most"), [(128, 64), (192, 32)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_without_wgmma_rounded_rows_are_torchs(n, most, gated, monkeypatch):
     monkeypatch.setattr(narrow, "room_of", lambda device: Room(2, 232448, wgmma=False))
-    assert product_kind(draw(most + 1, 32), weight) is ProductKind.NARROW
+    x, weight = draw(most + 1, 512), Fp8Weight.of(draw(n, 512))
+    kinds = [product_kind(x[:rows], weight, gated=gated) for rows in (most, most + 1)]
+    assert kinds == [ProductKind.STREAMED, ProductKind.NARROW]
 
 
 def test_batch_invariant_rows_keep_their_bits():

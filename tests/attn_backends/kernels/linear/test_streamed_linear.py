@@ -232,16 +232,30 @@ def test_measured_layer_in_8_bits_has_fastest_tiling(rows, n, k, block_n, warps,
 @pytest.mark.parametrize(
     ("rows", "n", "k", "block_n", "shares", "stages"),
     [
-        (64, 4096, 4096, 64, 2, 6), (65, 6144, 4096, 128, 2, 6), (128, 4096, 14336, 128, 4, 6),
-        (256, 4096, 4096, 128, 4, 4), (128, 1024, 2816, 128, 4, 6), (128, 5632, 1024, 128, 1, 6),
-        (128, 28672, 4096, 128, 1, 3), (256, 28672, 4096, 128, 1, 4),
+        (32, 6144, 4096, 128, 2, 6), (33, 6144, 4096, 64, 1, 6), (160, 6144, 4096, 64, 1, 6),
+        (161, 6144, 4096, 128, 2, 5), (32, 4096, 4096, 128, 4, 6), (64, 4096, 4096, 64, 2, 6),
+        (256, 4096, 4096, 128, 4, 4), (32, 4096, 14336, 128, 4, 6), (128, 4096, 14336, 64, 2, 6),
+        (32, 28672, 4096, 128, 1, 4), (64, 28672, 4096, 128, 1, 4), (128, 28672, 4096, 128, 1, 3),
+        (256, 28672, 4096, 128, 1, 4), (32, 16896, 4096, 128, 1, 6),
+        (32, 5120, 4096, 128, 2, 6), (32, 8448, 1024, 128, 1, 6),
+        # Tiles of 128 would leave more than half of the SMs idle.
+        (32, 1024, 2816, 64, 4, 6), (32, 512, 14336, 64, 8, 6), (256, 1024, 2816, 128, 4, 4),
     ],
 )  # fmt: skip
-def test_rows_in_8_bits_fill_sms_once(rows, n, k, block_n, shares, stages):
+def test_measured_layer_of_rows_in_8_bits_has_fastest_tiling(rows, n, k, block_n, shares, stages):
     tile = streamed_tiling(rows, n, k, H200, itemsize=1, x_itemsize=1)
-    tma, warps = rows > 80, 8 if rows > 160 else 4
+    tma, warps = rows > 32, 8 if rows > 160 else 4
     assert tile == StreamedTiling(*row_blocks(rows), block_n, 128, shares, warps, stages, tma)
-    assert not streamed_tiling(rows, n, k + 8, H200, itemsize=1, x_itemsize=1).tma
+    for inputs, room in ((k + 8, H200), (k, replace(H200, tma=False))):
+        assert not streamed_tiling(rows, n, inputs, room, itemsize=1, x_itemsize=1).tma
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "tma"), [(128, 5632, 1024, False), (128, 4096, 4096, True), (256, 5632, 1024, True)]
+)
+def test_copy_engine_halves_no_tile_of_64_for_a_gate(rows, n, k, tma):
+    found = [streamed_tiling(rows, n, k, H200, itemsize=1, x_itemsize=1, gated=gated) for gated in (True, False)]
+    assert found == [replace(found[1], tma=tma), replace(found[1], tma=True)]
 
 
 @pytest.mark.parametrize(
