@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attn_backends.engines.vllm import VALIDATE
+from spec_decode.files import write_whole
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,9 +170,11 @@ def model_folder(size: str, *, kind: str = "", positions: int = 8192) -> str:
         }
     if kind:
         config |= _draft_config(kind, vocab, layers)
-    folder = tempfile.mkdtemp()
-    Path(folder, "config.json").write_text(json.dumps(config))
-    return folder
+    # One folder for each config: vLLM finds what it compiled by the model's path.
+    text = json.dumps(config)
+    folder = Path(tempfile.gettempdir(), f"vllm-arm-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
+    write_whole(folder / "config.json", text.encode())
+    return str(folder)
 
 
 def _draft_config(kind: str, vocab: int, layers: int) -> dict[str, Any]:
