@@ -29,9 +29,9 @@ from builders.spec import MAX_TREE_TOKENS
 _PROMPT = 16
 """Queries of a request from which the torch implementation leaves the sum to torch's own attention."""
 _MOST_ROWS, _MORE_ROWS, _LONG_PROMPT = 64, 128, 2048
-"""Rows per tile; those of a prompt that is faster so, in 16 bits: with heads of 256 dims, and from this many queries on
-with heads of 128. With 1,000 and 8,192 queries, and 8,192 after 24,576 tokens, those reach 228, 323 and 345 teraflops a
-second in 128 rows, 233, 306 and 314 in 64; heads of 64 dims 185 and 200 (H200; caches in 8 bits were not timed)."""
+"""Rows per tile; those of prompts in 16 bits that are faster so: with heads of 256 dims, and from this many queries on
+with heads of 128. With 1,000 and 8,192 queries, and 8,192 after 24,576 tokens, heads of 128 reach 228, 323 and 345
+teraflops a second in 128 rows, 233, 306 and 314 in 64; heads of 64 185 and 200 (H200; not timed over 8-bit caches)."""
 
 
 class PagedAttentionArguments(NamedTuple):
