@@ -20,7 +20,9 @@ RELEASE_TESTS := tests/builders tests/attn_backends/test_registry.py tests/attn_
 RELEASE_KERNELS := $(addprefix tests/interpreter/test_,op_kernels.py attention_kernels.py \
 	nan_logits_kernels.py shared_state_kernels.py verify_kernels.py)
 
-.PHONY: demo test slow long engines engine-vllm engine-sglang engine-sglang-rounds oldest newest smollm2 lint precheck docs reports check release \
+COMPILE_FOR_H100 := "tests/test_kernels_compile.py::test_kernels_compile_within_chip_limits[sm_90]"
+
+.PHONY: demo test slow long engines engine-vllm engine-sglang engine-sglang-rounds oldest newest older-triton smollm2 lint precheck docs reports check release \
 	setup clean
 
 demo: $(VENV)/.installed
@@ -46,7 +48,21 @@ long: $(VENV)/.installed
 oldest newest: %: $(VENV)/%/.installed
 	$(VENV)/$@/bin/python $(PYTEST) -m "not slow" $(RELEASE_TESTS)
 	TRITON_INTERPRET=1 $(VENV)/$@/bin/python $(PYTEST) -m "not slow" $(RELEASE_KERNELS)
+	$(VENV)/$@/bin/python -m pytest -q $(COMPILE_FOR_H100)
 	$(VENV)/$@/bin/attn-backends draft 'def read(path):' --device cpu --max-tokens 8
+
+# Every kernel, compiled for an H100 by each older minor release of Triton that pyproject.toml permits: their compilers crash on
+# code that newer ones take. Each needs only its wheel and 45 s of a core, so CI always runs them: make -j2 -O older-triton.
+OLDER_TRITON := 3.5.0 3.6.0
+older-triton: $(OLDER_TRITON:%=triton-%)
+
+$(OLDER_TRITON:%=triton-%): triton-%: $(VENV)/.installed $(VENV)/triton/%/.unpacked
+	PYTHONPATH=$(VENV)/triton/$* $(BIN)/python -m pytest -q $(COMPILE_FOR_H100)
+
+$(VENV)/triton/%/.unpacked: | $(BIN)/pip
+	$(BIN)/python -m pip install -q --no-compile --no-cache-dir --disable-pip-version-check --no-deps --upgrade \
+		--target $(@D) triton==$*
+	@touch $@
 
 # The kit over vLLM's and SGLang's metadata builders, and our plug-ins inside both engines: only their Python is needed.
 # Each part uses one core: make -j2 -O engines.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from triton.compiler.errors import CompilationError
 
 from builders.chips import CHIPS
@@ -29,6 +30,12 @@ SPILLED_ON_BLACKWELL = 8
 """ptxas spills up to two registers of three products there, also of one that uses 56."""
 SPILLED_ELSEWHERE = {"attn_backends::state_step": 24}
 """What ptxas spills of an op on other chips than Hopper: up to six registers of a state."""
+SPILLED_BY_RELEASE = {
+    "3.5": {"attn_backends::latent_attention": 272, "attn_backends::state_step": 32},
+    "3.6": {"attn_backends::state_step": 32, "spec_decode::restrict_logits": 8},
+    "3.9": {"attn_backends::latent_attention": 312, "attn_backends::state_step": 96},
+}
+"""What ptxas spills of an op, on any chip, in releases of Triton other than that of constraints.txt."""
 
 
 def converts_8_bits(op: str, arguments: tuple[Any, ...]) -> bool:
@@ -47,6 +54,15 @@ def is_prompt(op: str, arguments: tuple[Any, ...]) -> bool:
 def only_on_hopper(op: str, arguments: tuple[Any, ...]) -> bool:
     """Return whether no other chip runs this case: it streams rows in 8 bits."""
     return op == "attn_backends::streamed_linear" and arguments[-1]
+
+
+def most_spilled(chip: Any, op: str, arguments: tuple[Any, ...]) -> int:
+    """Return how many bytes of a thread's registers a kernel of an op may keep in memory."""
+    other = SPILLED_BY_RELEASE.get(triton.__version__.rpartition(".")[0], {}).get(op, 0)
+    if chip.target != "sm_90":
+        return max(other, SPILLED_ELSEWHERE.get(op, 0), SPILLED_ON_BLACKWELL if chip.capability >= (10, 0) else 0)
+    prompt = SPILLED_BY_PROMPTS if is_prompt(op, arguments) else 0
+    return max(other, prompt, SPILLED_ON_HOPPER.get((op, converts_8_bits(op, arguments)), 0))
 
 
 def few_cases() -> list[Case]:
@@ -83,11 +99,8 @@ def test_kernels_compile_within_chip_limits(chip: Any, every: bool) -> None:
         for kernel in compile_op(chip, op, arguments):
             found.add(kernel.name)
             over += [(op, kernel.name, kernel.shared)] if kernel.shared > LIMITS[chip.target].shared_memory else []
-            most = SPILLED_ON_HOPPER.get((op, narrow), SPILLED_ON_BLACKWELL if chip.capability >= (10, 0) else 0)
-            if chip.target == "sm_90" and is_prompt(op, arguments):
-                most = SPILLED_BY_PROMPTS
-            most = most if chip.target == "sm_90" else max(most, SPILLED_ELSEWHERE.get(op, 0))
-            spilling += [(op, kernel.name, kernel.spilled)] if kernel.spilled > most else []
+            allowed = most_spilled(chip, op, arguments)
+            spilling += [(op, kernel.name, kernel.spilled)] if kernel.spilled > allowed else []
     assert (over, spilling) == ([], [])
     elsewhere = {"narrow_rows_kernel"} if chip.capability < FP8_CAPABILITY else set()
     assert KERNELS - found == elsewhere | (set() if chip.target == "sm_90" else {"streamed_tma_kernel"})

@@ -261,8 +261,9 @@ def sparse_attention_kernel(
         )
         if TOKENS_FIRST:
             # A loop of at most one iteration: a dot's first operand stays in shared memory if a loop carries it, but is
-            # copied to registers, which run out, if it was just computed.
-            for _ in tl.range(0, tl.minimum(kv_len, 1)):
+            # copied to registers, which run out, if it was just computed. Triton 3.5 refuses `_` for both the index and
+            # the unused alpha: their types differ.
+            for _once in tl.range(0, tl.minimum(kv_len, 1)):
                 m_i, l_i, _, acc = _attend(q, k, mask_n, kv_len > 0, sm_scale, m_i, l_i, True)
                 k = tl.zeros_like(k)
         else:

@@ -22,6 +22,32 @@ def test_paths_of_oldest_and_newest_exist() -> None:
     assert len(paths) > 10 and [path for path in paths if not (ROOT / path).exists()] == []
 
 
+def pinned_triton(file: str) -> tuple[int, int, int]:
+    (pin,) = re.findall(r"^triton==(\d+)\.(\d+)\.(\d+)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    major, minor, patch = map(int, pin)
+    return major, minor, patch
+
+
+def test_older_triton_is_each_minor_release_before_that_of_every_test() -> None:
+    (listed,) = re.findall(r"^OLDER_TRITON := (.*)$", MAKEFILE, re.MULTILINE)
+    oldest, present = pinned_triton("constraints-oldest.txt"), pinned_triton("constraints.txt")
+    assert listed.split()[0] == "{}.{}.{}".format(*oldest)
+    assert [release.rpartition(".")[0] for release in listed.split()] == [
+        f"{oldest[0]}.{minor}" for minor in range(oldest[1], present[1])
+    ]
+
+
+def test_ci_always_compiles_with_older_triton(tmp_path: Path) -> None:
+    """From the folder that pip fills, a test that exists."""
+    assert re.search(r"^timed make .*\bolder-triton\b", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE)
+    command = ["make", "-n", "triton-3.5.0", f"VENV={tmp_path}"]
+    planned = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    installed, run = f"--target {tmp_path}/triton/3.5.0 triton==3.5.0\n", f"PYTHONPATH={tmp_path}/triton/3.5.0 "
+    assert installed in planned.replace("\\\n\t", "").partition(run)[0]
+    (file, test, chip) = re.findall(r'pytest -q "(\S+)::(\w+)\[(\w+)\]"', planned.partition(run)[2])[0]
+    assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8") and chip == "sm_90"
+
+
 def test_precheck_runs_the_fast_gates_of_the_page() -> None:
     page = (ROOT / "docs/what-will-stop-you.md").read_text(encoding="utf-8")
     fast = page.partition("## Slower")[0]
