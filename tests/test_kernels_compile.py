@@ -59,10 +59,11 @@ def only_on_hopper(op: str, arguments: tuple[Any, ...]) -> bool:
 def most_spilled(chip: Any, op: str, arguments: tuple[Any, ...]) -> int:
     """Return how many bytes of a thread's registers a kernel of an op may keep in memory."""
     other = SPILLED_BY_RELEASE.get(triton.__version__.rpartition(".")[0], {}).get(op, 0)
-    if chip.target != "sm_90":
-        return max(other, SPILLED_ELSEWHERE.get(op, 0), SPILLED_ON_BLACKWELL if chip.capability >= (10, 0) else 0)
-    prompt = SPILLED_BY_PROMPTS if is_prompt(op, arguments) else 0
-    return max(other, prompt, SPILLED_ON_HOPPER.get((op, converts_8_bits(op, arguments)), 0))
+    on_hopper = SPILLED_ON_HOPPER.get((op, converts_8_bits(op, arguments)))
+    here = SPILLED_ON_BLACKWELL if chip.capability >= (10, 0) and on_hopper is None else on_hopper or 0
+    if chip.target == "sm_90":
+        return max(other, here, SPILLED_BY_PROMPTS if is_prompt(op, arguments) else 0)
+    return max(other, here, SPILLED_ELSEWHERE.get(op, 0))
 
 
 def few_cases() -> list[Case]:
