@@ -319,7 +319,9 @@ class Engine:
         self._update_batch(self._run_prefill())
         if self._batched:
             self._run_round()
-        for _ in range(older if self._batched else len(self._outputs)):
+        # Those of this step wait for the next one's launches: the device is busy meanwhile.
+        more = self._batched or self._scheduler.has_unfinished
+        for _ in range(older if more else len(self._outputs)):
             self._outputs.process_oldest(self.stats)
 
     def _recompute_lost(self) -> None:

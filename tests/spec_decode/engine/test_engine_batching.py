@@ -272,6 +272,14 @@ def test_tokens_are_reported_one_round_later(monkeypatch):
     assert rounds_before[1] == 2
 
 
+def test_next_prompts_are_launched_before_first_tokens_are_read():
+    """A device with nothing enqueued would idle."""
+    engine = make_engine(steps=0, max_num_seqs=1)
+    first, second = (engine.submit(make_request(prompt=[5], max_tokens=1)) for _ in range(2))
+    assert engine.step() and not first.done
+    assert engine.step() is False and first.done and second.done
+
+
 def test_request_near_limit_drafts_remaining_room(monkeypatch):
     engine, room, proposed = make_engine(max_num_seqs=1), [], []
     propose = engine.drafter.propose
