@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -98,31 +98,63 @@ def time_in_turn(call: Callable[[T], object], inputs: Sequence[T]) -> Quantiles:
 
 def kernels_in(call: Callable[[], object]) -> int:
     """Count the CUDA kernels, copies and fills that one call runs."""
-    return sum(launches for _, launches in _device_times(call).values())
+    return len(_device_work(call))
 
 
 def largest_kernels(call: Callable[[], object], most: int) -> dict[str, object]:
-    """Return where the device time of one call goes: `gpu_us` of all kernels, copies and fills, and of the largest by
-    name the `us` and the `launches`. The rest of the call's time, the device waits."""
-    times = _device_times(call)
+    """Return where the time of one call goes on the device.
+
+    gpu_us   of all kernels, copies and fills; they can overlap
+    busy_us  in which any of them runs
+    span_us  from the first one's start to the last one's end; the rest of it, the device waits
+    kernels  the largest by name, with `us` and `launches`
+    gaps     the longest waits, with `us` and the names before and after
+    """
+    return _largest(_device_work(call), most)
+
+
+class _Work(NamedTuple):
+    """A kernel, copy or fill on the device, in microseconds, by the start of its name."""
+
+    start: float
+    end: float
+    name: str
+
+
+def _largest(work: Sequence[_Work], most: int) -> dict[str, object]:
+    times: dict[str, tuple[float, int]] = {}
+    gaps: list[tuple[float, str, str]] = []
+    busy, until, last = 0.0, 0.0, ""
+    for start, end, name in sorted(work):
+        us, launches = times.get(name, (0.0, 0))
+        times[name] = us + end - start, launches + 1
+        if last and start > until:
+            gaps.append((start - until, last, name))
+        busy += max(0.0, end - max(start, until))
+        if end > until:
+            until, last = end, name
     largest = sorted(times, key=lambda name: -times[name][0])[:most]
-    kernels = [{"kernel": name, "us": round(times[name][0], 1), "launches": times[name][1]} for name in largest]
-    return {"gpu_us": round(sum(us for us, _ in times.values()), 1), "kernels": kernels}
+    return {
+        "gpu_us": round(sum(us for us, _ in times.values()), 1),
+        "busy_us": round(busy, 1),
+        "span_us": round(until - min((each.start for each in work), default=0.0), 1),
+        "kernels": [{"kernel": name, "us": round(times[name][0], 1), "launches": times[name][1]} for name in largest],
+        "gaps": [
+            {"us": round(us, 1), "before": before, "after": after} for us, before, after in sorted(gaps)[::-1][:most]
+        ],
+    }
 
 
-def _device_times(call: Callable[[], object]) -> dict[str, tuple[float, int]]:
-    """Return the microseconds and the number of all kernels, copies and fills that one call runs, by the start of their
-    names."""
+def _device_work(call: Callable[[], object]) -> list[_Work]:
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    times: dict[str, tuple[float, int]] = {}
-    for event in profile.events():
-        if event.device_type.name == "CUDA":
-            us, launches = times.get(name := event.name[:_NAME], (0.0, 0))
-            times[name] = us + event.time_range.elapsed_us(), launches + 1
-    return times
+    return [
+        _Work(event.time_range.start, event.time_range.end, event.name[:_NAME])
+        for event in profile.events()
+        if event.device_type.name == "CUDA"
+    ]
 
 
 def kernel_interval() -> float:

@@ -35,8 +35,8 @@ STRATEGIES, LLM_PAGE, ENGINE = (Path(f"docs/guide/{page}.md") for page in ("stra
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, LATENTS, PAIR = "h100/vllm.json", "h100/vllm-latents.json", "h100/vllm-pair.json"
 """Reports of vLLM: of all drafts on one GPU but those over 128 heads of latents, of these, and on two GPUs."""
-ENGINES = "h200/engines.json"
-"""Report of vLLM beside `LLM`."""
+ENGINES = "h200/engines*.json"
+"""Reports of vLLM beside `LLM`. The newest one that has both engines with some settings is shown."""
 ON_CPU = "cpu/bench-cpu.json"
 """Report of SmolLM2 on a CPU."""
 ROUNDS, TREES = "h100/bench-drafter.json", "h200/bench-trees.json"
@@ -55,15 +55,16 @@ DRAFT_TOKENS = 7
 """Draft tokens per round in the figures of GPU and host time."""
 SIZES = (1, 32)
 """Concurrent requests shown in the table."""
-NO_DRAFT_ROW = "without a draft"
 COMPARED = {
-    NO_DRAFT_ROW: {"steps": 0, "weights": False},
+    "without a draft": {"steps": 0, "weights": False},
     "with EAGLE": {"steps": DRAFT_TOKENS, "weights": False, "draft_weights": False},
     "with EAGLE, whose weights have 8 bits": {"steps": DRAFT_TOKENS, "weights": False, "draft_weights": True},
     "with EAGLE, all weights in 8 bits": {"steps": DRAFT_TOKENS, "weights": True, "draft_weights": True},
     "without a draft, weights in 8 bits": {"steps": 0, "weights": True},
 }
 """Settings of whole engines that are compared, by how the table names them."""
+WITH_PROMPTS = frozenset({"with EAGLE", "with EAGLE, all weights in 8 bits"})
+"""Those whose prompts have a row."""
 OWN_TOKENS = ("graph.planned_steps_have_their_tokens", "base-round")
 """The check and case that show whether a draft step attends to the tokens drafted earlier in its round."""
 NO_DRAFT, THEIRS, OURS, IN_PLACE = "", REBUILT, GROUPED.ours[0], BASE
@@ -118,8 +119,8 @@ def contents(root: Path) -> dict[Path, str]:
             "vllm ratios on two GPUs": vllm_tables.ratios([pair], num_gpus=2),
         },
         VLLM_FIGURES: {
-            "work of the readme": work(vllm, _load(root, ENGINES)),
-            "whole engines": vllm_tables.engines(_load(root, ENGINES)),
+            "work of the readme": work(vllm, engine_reports(root)[0]),
+            "whole engines": "\n\n".join(map(vllm_tables.engines, engine_reports(root))),
             "vllm figures": "\n\n".join(
                 vllm_tables.figures(report, name) for report, name in ((vllm, VLLM), (latents, LATENTS), (pair, PAIR))
             ),
@@ -236,21 +237,34 @@ def speeds(root: Path) -> str:
 
 def engine_rows(root: Path) -> list[list[str]]:
     """Build the rows of whole engines: `LLM` of a folder with vLLM as its baseline."""
-    sizes, report = " / ".join(map(str, SIZES)), _load(root, ENGINES)
-    rows, source = [], _source(report, "scripts/vllm_figures.py --engines")
+    sizes, rows = " / ".join(map(str, SIZES)), []
     for label, settings in COMPARED.items():
-        alike = [each for each in report["arms"] if each["rows"] and settings.items() <= each["arm"].items()]
-        theirs, ours = ([each for each in alike if each["arm"]["engine"] == name] for name in (VLLM_ENGINE, LLM_ENGINE))
-        if not (theirs and ours):
+        found = [(each, *_alike(each, settings)) for each in engine_reports(root)]
+        both_engines = [(report, theirs, ours) for report, theirs, ours in found if theirs and ours]
+        if not both_engines:
             continue
-        vllm = f"vLLM {theirs[0]['vllm']}"
+        report, theirs, ours = both_engines[0]
+        vllm, source = f"vLLM {theirs[0]['vllm']}", _source(report, "scripts/vllm_figures.py --engines")
         both = [f"{_pair(_fastest(theirs))} ({vllm})", f"{_pair(_fastest(ours))} (`LLM`)"]
         rows.append([f"Tokens/s of an 8B Llama {label}, {sizes} requests", *both, source])
-        if settings == COMPARED[NO_DRAFT_ROW]:
+        if label in WITH_PROMPTS:
             prompts = [median(each["prefill"]["tokens_per_s"]) for each in (theirs[0], ours[0])]
-            name = f"Prompt tokens/s of an 8B Llama, {ours[0]['prefill']['requests']} prompts of 1,000 tokens"
+            name = f"Prompt tokens/s of the same, {ours[0]['prefill']['requests']} prompts of 1,000 tokens"
             rows.append([name, f"{prompts[0]:,.0f} ({vllm})", f"{prompts[1]:,.0f} (`LLM`)", source])
     return rows
+
+
+def engine_reports(root: Path) -> list[dict[str, Any]]:
+    """Return the reports of whole engines, newest first."""
+    found = [read_json(path) for path in (root / "reports").glob(ENGINES)]
+    return sorted(found, key=lambda report: str(report["env"]["date"]), reverse=True)
+
+
+def _alike(report: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return vLLM's arms and ours with these settings."""
+    alike = [each for each in report["arms"] if each["rows"] and settings.items() <= each["arm"].items()]
+    theirs, ours = ([each for each in alike if each["arm"]["engine"] == name] for name in (VLLM_ENGINE, LLM_ENGINE))
+    return theirs, ours
 
 
 def _fastest(arms: Sequence[Mapping[str, Any]]) -> dict[int, float]:

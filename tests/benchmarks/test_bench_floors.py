@@ -67,13 +67,28 @@ def test_largest_kernels_are_summed_by_name(monkeypatch):
     times = [("gemm", 2.0, "CUDA"), ("aten::mm", 9.0, "CPU"), ("copy", 3.0, "CUDA"), ("gemm", 2.5, "CUDA")]
     events = [
         SimpleNamespace(
-            name=name, device_type=SimpleNamespace(name=kind), time_range=SimpleNamespace(elapsed_us=lambda us=us: us)
+            name=name,
+            device_type=SimpleNamespace(name=kind),
+            time_range=SimpleNamespace(start=10 * at, end=10 * at + us),
         )
-        for name, us, kind in times
+        for at, (name, us, kind) in enumerate(times)
     ]
     calls = []
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: nullcontext(SimpleNamespace(events=lambda: events)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronized"))
     found = measure.largest_kernels(lambda: calls.append("run"), 1)
-    assert found == {"gpu_us": 7.5, "kernels": [{"kernel": "gemm", "us": 4.5, "launches": 2}]}
+    assert (found["gpu_us"], found["kernels"]) == (7.5, [{"kernel": "gemm", "us": 4.5, "launches": 2}])
     assert measure.kernels_in(lambda: None) == 3 and calls == ["run", *["synchronized"] * 2]
+
+
+def test_device_work_can_overlap_and_wait():
+    """A kernel that was launched early waits for the one before, and both run."""
+    work = [measure._Work(*each) for each in ((17.0, 20.0, "b"), (0.0, 10.0, "a"), (5.0, 15.0, "b"), (6.0, 9.0, "c"))]
+    assert measure._largest(work, 2) == {
+        "gpu_us": 26.0,
+        "busy_us": 18.0,
+        "span_us": 20.0,
+        "kernels": [{"kernel": "b", "us": 13.0, "launches": 2}, {"kernel": "a", "us": 10.0, "launches": 1}],
+        "gaps": [{"us": 2.0, "before": "b", "after": "b"}],
+    }
+    assert measure._largest([], 2)["span_us"] == 0

@@ -55,7 +55,7 @@ FIGURES = [
     ("h100/vllm.json", "[663.4,666.7,665.9]", "[663.4,686.7,675.9]", "676 / 6,739 (`FLASHINFER_IN_GRAPH`)"),
     ("h100/vllm.json", "[1070.4,1036.7,1064.7]", "[1070.4,1036.7,1067.7]", "1,068 / 15,382 (best of 3)"),
     ("h100/vllm.json", '"kept":1.8', '"kept":1.9', "1.9 of 3 in vLLM"),
-    ("h200/engines.json", "[6838.2,6894.7,6871.6]", "[6838.2,6994.7,6971.6]", "553 / 6,972 (`LLM`)"),
+    ("h200/engines.json", "[6910.5,7032.6,6996.3]", "[6910.5,7032.6,7016.3]", "558 / 7,016 (`LLM`)"),
     ("h100/bench-drafter.json", "15674.0", "8674.0", "8.7 ms"),
     ("h100/bench-llama3-8b-eagle-compiled.json", "3229.4", "3354.2", "3.35 / 3.95 ms (`torch.compile`"),
     ("h100/bench-llama3-8b-eagle-compiled.json", "3702.6", "3786.1", "3.07 / 3.79 ms"),
@@ -64,8 +64,8 @@ FIGURES = [
 
 
 def speeds(root: Path) -> str:
-    vllm, engine = (read_json(root / "reports" / name) for name in (readme.VLLM, readme.ENGINES))
-    return readme.vllm_speeds(vllm) + readme.speeds(root) + readme.work(vllm, engine)
+    vllm = read_json(root / "reports" / readme.VLLM)
+    return readme.vllm_speeds(vllm) + readme.speeds(root) + readme.work(vllm, readme.engine_reports(root)[0])
 
 
 def test_a_door_of_the_readme_shows_its_budget() -> None:
@@ -106,27 +106,28 @@ def engine_arm(settings: dict[str, Any], speeds: list[float], prefill: float = 1
 
 def test_llm_is_shown_beside_the_best_of_vllm(copy: Path) -> None:
     vllm, ours = ({"engine": name} for name in (readme.VLLM_ENGINE, readme.LLM_ENGINE))
-    drafted = {"steps": 7, "kept": 3.2, "draft_weights": True}
+    eagle = {"steps": 7, "kept": 3.2}
+    drafted = eagle | {"draft_weights": True}
     arms = [
-        engine_arm(vllm, [150.0, 3529.0], 30_000.0),
-        engine_arm(ours, [177.0, 3789.0], 31_000.0),
+        engine_arm(vllm | eagle, [350.0, 6296.0], 30_000.0),
+        engine_arm(ours | eagle, [412.0, 6433.0], 31_000.0),
         engine_arm(vllm | drafted, [418.0, 6746.0]),
         engine_arm(vllm | drafted | {"local_argmax": True}, [420.0, 6700.0]),
         engine_arm(ours | drafted, [485.0, 6414.0]),
         engine_arm(ours | {"weights": True}, [1.0, 1.0]),
     ]
     report = {"env": {"device": "NVIDIA H100 80GB", "date": "2026-11-29T00:00:00"}, "arms": arms}
-    (copy / "reports" / readme.ENGINES).write_text(json.dumps(report))
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in readme.speeds(copy).splitlines()[2:5]]
-    assert {row[3] for row in rows} == {"H100, 2026-11-29, `scripts/vllm_figures.py --engines`"}
+    (copy / "reports/h200/engines.json").write_text(json.dumps(report))
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in readme.speeds(copy).splitlines()[2:6]]
+    assert [row[3] for row in rows] == [
+        f"{source}, `scripts/vllm_figures.py --engines`" for source in ("H200, 2026-11-28", *["H100, 2026-11-29"] * 3)
+    ]
     model = "Tokens/s of an 8B Llama"
+    # Without a draft, the newest report has nothing.
     assert [row[:3] for row in rows] == [
-        [f"{model} without a draft, 1 / 32 requests", "150 / 3,529 (vLLM 0.33.0)", "177 / 3,789 (`LLM`)"],
-        [
-            "Prompt tokens/s of an 8B Llama, 16 prompts of 1,000 tokens",
-            "30,000 (vLLM 0.33.0)",
-            "31,000 (`LLM`)",
-        ],
+        [f"{model} without a draft, 1 / 32 requests", "203 / 4,432 (vLLM 0.33.0)", "232 / 4,765 (`LLM`)"],
+        [f"{model} with EAGLE, 1 / 32 requests", "350 / 6,296 (vLLM 0.33.0)", "412 / 6,433 (`LLM`)"],
+        ["Prompt tokens/s of the same, 16 prompts of 1,000 tokens", "30,000 (vLLM 0.33.0)", "31,000 (`LLM`)"],
         [
             f"{model} with EAGLE, whose weights have 8 bits, 1 / 32 requests",
             "420 / 6,746 (vLLM 0.33.0)",
