@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +66,7 @@ class CudaRuntime:
         def begin() -> None:
             graph = torch.cuda.CUDAGraph()
             parts.append(CudaGraph(graph))
-            piece.enter_context(self._capturing(graph))
+            piece.enter_context(self._recording(graph))
 
         def split_op(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor:
             piece.close()
@@ -78,7 +78,7 @@ class CudaRuntime:
             parts.insert(at, SplitOpCall(fn, borrowed, _borrowed(result)))
             return result
 
-        with ExitStack() as piece:
+        with self._capturing(), ExitStack() as piece:
             begin()
             run(split_op)
         return PiecewiseGraph(parts)
@@ -97,27 +97,21 @@ class CudaRuntime:
 
     def _capture(self, fn: Callable[[], object], **options: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph(**options)
-        with self._capturing(graph):
+        with self._capturing(), self._recording(graph):
             fn()
         return graph
 
     @contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Capture with garbage collection off: freeing a graph object during a capture invalidates it (observed).
+    def _capturing(self) -> Iterator[None]:
+        """Prepare for the captures of a graph or its pieces, with garbage collection off: freeing a graph object during
+        a capture invalidates it (observed).
 
         Raises CaptureError for anything but device work, and torch's own error if memory runs out.
         """
         try:
-            with (
-                ONE_CAPTURE,
-                _no_collection(),
-                torch.cuda.device(self._device),
-                torch.no_grad(),
-                warnings.catch_warnings(),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                # An advance with nothing to refresh can capture nothing.
-                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            with ONE_CAPTURE, _no_collection(), torch.cuda.device(self._device), torch.no_grad():
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
                 yield
         except (CaptureError, torch.OutOfMemoryError):
             raise
@@ -126,6 +120,21 @@ class CudaRuntime:
                 f"a captured function can only enqueue device work: {error}. No graph was made. Move host reads and "
                 "allocations of host data out of it."
             ) from error
+
+    @contextmanager
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """What torch.cuda.graph does, without emptying the allocator's caches before each of a graph's many pieces."""
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            # An advance with nothing to refresh can capture nothing.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                with suppress(RuntimeError):  # which says only that something failed before
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
 
 @contextmanager

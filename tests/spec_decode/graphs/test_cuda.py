@@ -4,6 +4,7 @@ import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +16,22 @@ from tests.factories import CPU
 
 
 @pytest.fixture
-def runtime(monkeypatch):
+def events():
+    return []
+
+
+@pytest.fixture
+def runtime(monkeypatch, events):
     stand_ins = {
-        "CUDAGraph": lambda: SimpleNamespace(replay=None),
+        "CUDAGraph": lambda: SimpleNamespace(
+            replay=None, capture_begin=lambda **_: events.append("begin"), capture_end=lambda: events.append("end")
+        ),
         "Stream": lambda device: SimpleNamespace(device=device),
         "graph_pool_handle": lambda: None,
         "device": lambda device: nullcontext(),
-        "graph": lambda graph, **options: nullcontext(),
+        "stream": lambda stream: nullcontext(),
+        "synchronize": lambda: None,
+        "empty_cache": lambda: events.append("emptied"),
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -60,11 +70,38 @@ def test_garbage_collection_is_off_during_capture(runtime):
         (torch.OutOfMemoryError("Tried to allocate 2 GiB"), torch.OutOfMemoryError, "^Tried to allocate 2 GiB$"),
     ],
 )
-def test_failed_capture_is_explained_and_next_one_works(runtime, error, expected, words):
+def test_failed_capture_is_explained_and_next_one_works(runtime, monkeypatch, events, error, expected, words):
+    """By its own error, not by that of the capture's end."""
+
     def fail():
         raise error
 
-    with pytest.raises(expected, match=words):
-        runtime.capture(fail)
-    assert gc.isenabled()
+    def graph():
+        def end():
+            events.append("end")
+            raise RuntimeError("the capture failed earlier")
+
+        return SimpleNamespace(replay=None, capture_begin=lambda **_: events.append("begin"), capture_end=end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "CUDAGraph", graph)
+        with pytest.raises(expected, match=words):
+            runtime.capture(fail)
+    assert gc.isenabled() and events == ["emptied", "begin", "end"]
     runtime.capture(lambda: None)
+
+
+def test_pieces_empty_the_caches_once(runtime, events):
+    """The eager calls run between captures."""
+
+    def call(name):
+        events.append(name)
+        return torch.zeros(0)
+
+    def run(split_op):
+        split_op(partial(call, "first"))
+        split_op(partial(call, "second"))
+
+    graph = runtime.capture_pieces(run)
+    assert events == ["emptied", "begin", "end", "first", "begin", "end", "second", "begin", "end"]
+    assert len(graph._parts) == 5 and [type(part).__name__ for part in graph._parts[1::2]] == ["SplitOpCall"] * 2
