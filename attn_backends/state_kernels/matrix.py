@@ -25,16 +25,19 @@ from builders import Recurrence
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
-_BLOCK_T, _BLOCK_K, _BLOCK_V = 16, 16, 32
-"""Tokens of a block, at least; rows of a slice of a state; and columns of it per program, which holds its slices in
-registers. Longer blocks, and products over whole columns, would need more registers than there are."""
+_BLOCK_T, _PROMPT_BLOCK_T, _BLOCK_K, _BLOCK_V = 16, 32, 16, 32
+"""Tokens of a block, at least, and of a prompt's if no key channel has a decay of its own and a state has at most 128
+rows; rows of a slice of it; and columns per program, which holds its slices in registers. Blocks of 64 tokens would
+need more of them than there are."""
 
 
 def launch_matrix(step: Any, mixed: torch.Tensor, replaced_key: torch.Tensor, plan: dict[str, Any]) -> torch.Tensor:
     """Take in the tokens of a `StateStep` after their convolution; returns [T, HV, Dv] in x's dtype."""
     rule = Recurrence(step.recurrence).rule
     (heads, key_dim), (value_heads, value_dim) = step.key.shape[2:], step.update.shape[2:]
-    block_t = _BLOCK_T if step.absorb else max(_BLOCK_T, next_power_of_2(step.max_query_len))
+    # A prompt's blocks must not depend on the other prompts of a step.
+    prompt_t = _BLOCK_T if rule.decays_by_channel or key_dim > 128 else _PROMPT_BLOCK_T
+    block_t = prompt_t if step.absorb else max(_BLOCK_T, next_power_of_2(step.max_query_len))
     block_v = max(16, min(_BLOCK_V, next_power_of_2(value_dim)))  # tl.dot needs 16
     shape = (len(step.seq_lens), *step.decays.shape[1:])
     replaced = step.decays if replaced_key is step.key else step.decays.new_empty(shape)
@@ -79,13 +82,10 @@ def launch_matrix(step: Any, mixed: torch.Tensor, replaced_key: torch.Tensor, pl
 
 @triton.jit
 def load_slice(ptrs, mask, at: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Return columns of rows, [B, BLOCK] from column `at` on, or [B, 1] of rows that have one; ptrs and mask: [B, 1],
-    to the first column of each row. 0 where masked and from column DIM on."""
-    if DIM == 1:
-        return tl.load(ptrs, mask=mask, other=0.0)
-    else:
-        offs = at + tl.arange(0, BLOCK)[None, :]
-        return tl.load(ptrs + offs, mask=mask & (offs < DIM), other=0.0)
+    """Return columns of rows, [B, BLOCK] from column `at` on; ptrs and mask: [B, 1], to the first column of each row. 0
+    where masked and from column DIM on."""
+    offs = at + tl.arange(0, BLOCK)[None, :]
+    return tl.load(ptrs + offs, mask=mask & (offs < DIM), other=0.0)
 
 
 @triton.jit
@@ -102,15 +102,17 @@ def take_in(
 ):
     """Return the slices [BLOCK_K, Dv] of a state after a chain of tokens, with their keys, log decays and u [B, Dv]."""
     after = ()
-    for at in tl.static_range(len(states)):
-        g = bounded(load_slice(g_ptrs, mask, at * BLOCK_K, DECAYS, BLOCK_K))
+    if DECAYS == 1:
+        g = bounded(tl.load(g_ptrs, mask=mask, other=0.0))
         total = tl.sum(g, 0)
-        if DECAYS == 1:
-            # A difference of sums would lose bits after a fast decay, and keys of any norm would show it. A scan of one
-            # column does not compile in Triton 3.6.
-            i = tl.arange(0, g.shape[0])
-            later = tl.sum(tl.where(i[None, :] > i[:, None], tl.trans(g), 0.0), 1)[:, None]
-        else:
+        # A difference of sums would lose bits after a fast decay, and keys of any norm would show it. A scan of one
+        # column does not compile in Triton 3.6.
+        i = tl.arange(0, g.shape[0])
+        later = tl.sum(tl.where(i[None, :] > i[:, None], tl.trans(g), 0.0), 1)[:, None]
+    for at in tl.static_range(len(states)):
+        if DECAYS > 1:
+            g = bounded(load_slice(g_ptrs, mask, at * BLOCK_K, DECAYS, BLOCK_K))
+            total = tl.sum(g, 0)
             later = total[None, :] - tl.cumsum(g, 0)
         k = load_slice(k_ptrs, mask, at * BLOCK_K, KEY_DIM, BLOCK_K) * tl.exp(later)
         state = states[at] * tl.exp(total)[:, None]
@@ -222,8 +224,11 @@ def _state_matrix_kernel(
         v_ptrs = mixed_ptr + token * CHANNELS + 2 * HEADS * KEY_DIM + value_head * VALUE_DIM + offs_v
         known = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
         o = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+        if DECAYS == 1:
+            decayed = tl.exp(tl.load(sums_ptr + of_head, mask=mask_t, other=0.0))
         for at in tl.static_range(SLICES):
-            decayed = tl.exp(load_slice(sums_ptr + of_head * DECAYS, mask_t, at * BLOCK_K, DECAYS, BLOCK_K))
+            if DECAYS > 1:
+                decayed = tl.exp(load_slice(sums_ptr + of_head * DECAYS, mask_t, at * BLOCK_K, DECAYS, BLOCK_K))
             if SUBTRACTS:
                 k = load_slice(k_ptrs, mask_t, at * BLOCK_K, KEY_DIM, BLOCK_K) * decayed
             q = load_slice(q_ptrs, mask_t, at * BLOCK_K, KEY_DIM, BLOCK_K) * decayed

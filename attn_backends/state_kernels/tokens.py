@@ -55,7 +55,8 @@ def launch_tokens(step: Any, block_t: int, shared: dict[str, Any]) -> BlockFacto
         BLOCK_K=max(16, next_power_of_2(step.key.shape[3])),
         BLOCK_S=32,
         TREE=step.tree_masks is not None,
-        num_warps=4 if block_t <= 16 else 8,
+        # With one warp, no token's elimination waits for other warps.
+        num_warps=(4 if block_t <= 16 else 8) if shared["PER_CHANNEL"] or block_t > 32 else block_t // 16,
         **shared,
         **dependent_launch(step.x.device),
     )
@@ -144,7 +145,8 @@ def _state_tokens_kernel(
     tl.store(sums_ptr + offs, sums, mask=mask_g)
 
     # 2. Token after token, eliminate its update from those of the tokens that see it
-    if SUBTRACTS:
+    places = (token[:, None] * VALUE_HEADS + value_head) * BLOCK_T + i[None, :]
+    if PER_CHANNEL or (SUBTRACTS and BLOCK_T > 32):
         solve = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
         for j in range(count):
             k_ptrs = mixed_ptr + (first_token + j) * CHANNELS + k_head * KEY_DIM + offs_k
@@ -159,22 +161,32 @@ def _state_tokens_kernel(
             solved = beta * tl.sum(tl.where(own, solve, 0.0), 0)[None, :]
             solve = tl.where(own, solved, solve - overlap[:, None] * solved)
             tl.store(score_ptr + ((first_token + j) * VALUE_HEADS + value_head) * BLOCK_T + i, score)
-        solve_ptrs = solve_ptr + (token[:, None] * VALUE_HEADS + value_head) * BLOCK_T + i[None, :]
-        tl.store(solve_ptrs, solve, mask=mask_t[:, None])
+        tl.store(solve_ptr + places, solve, mask=mask_t[:, None])
     else:
         # Sums of what lies between two tokens: differences of sums would lose bits after a fast decay.
         between = tl.dot(seen.to(tl.float32), tl.where(tl.trans(seen), 0.0, bound), input_precision=PRECISION)
-        overlap = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+        of_queries = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+        of_keys = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
         for at in range(0, KEY_DIM, BLOCK_S):
             offs_s = at + tl.arange(0, BLOCK_S)[None, :]
             of_query = mixed_ptr + token[:, None] * CHANNELS + (k_head - HEADS) * KEY_DIM + offs_s
             mask_s = mask_t[:, None] & (offs_s < KEY_DIM)
             query = tl.load(of_query, mask=mask_s, other=0.0)
             key = tl.load(of_query + HEADS * KEY_DIM, mask=mask_s, other=0.0)
-            overlap = tl.dot(query, tl.trans(key), acc=overlap, input_precision=PRECISION)
-        score = tl.where(seen, overlap * tl.exp(between), 0.0)
+            of_queries = tl.dot(query, tl.trans(key), acc=of_queries, input_precision=PRECISION)
+            if SUBTRACTS:
+                of_keys = tl.dot(key, tl.trans(key), acc=of_keys, input_precision=PRECISION)
+        decay = tl.exp(between)
         score_ptrs = score_ptr + (token[None, :] * VALUE_HEADS + value_head) * BLOCK_T + i[:, None]
-        tl.store(score_ptrs, score, mask=mask_t[None, :])
+        tl.store(score_ptrs, tl.where(seen, of_queries * decay, 0.0), mask=mask_t[None, :])
+        if SUBTRACTS:
+            beta = tl.load(beta_ptr + token * VALUE_HEADS + value_head, mask=mask_t, other=0.0)[:, None]
+            factor = tl.where(seen & (i[:, None] > i[None, :]), beta * of_keys * decay, 0.0)
+            solve = tl.where(i[:, None] == i[None, :], beta, 0.0)
+            for j in range(count):
+                solved = tl.sum(tl.where(i[:, None] == j, solve, 0.0), 0)[None, :]
+                solve -= tl.sum(tl.where(i[None, :] == j, factor, 0.0), 1)[:, None] * solved
+            tl.store(solve_ptr + places, solve, mask=mask_t[:, None])
 
     # 3. The journal
     if not ABSORB:
