@@ -102,14 +102,10 @@ def kernels_in(call: Callable[[], object]) -> int:
 
 
 def largest_kernels(call: Callable[[], object], most: int) -> dict[str, object]:
-    """Return where the time of one call goes on the device.
-
-    gpu_us   of all kernels, copies and fills; they can overlap
-    busy_us  in which any of them runs
-    span_us  from the first one's start to the last one's end; the rest of it, the device waits
-    kernels  the largest by name, with `us` and `launches`
-    gaps     the longest waits, with `us` and the names before and after
-    """
+    """Return where the time of one call goes on the device: `gpu_us` of all kernels, copies and fills, which can
+    overlap; `busy_us`, in which any of them runs; and `span_us`, from the first one's start to the last one's end. The
+    `most` largest by name are in `kernels`, with `us` and `launches`, and the longest waits in `gaps`, with `us` and
+    the names before and after."""
     return _largest(_device_work(call), most)
 
 
