@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -57,7 +58,7 @@ class PromptGraphs:
         self._positions = torch.zeros_like(self._token_ids)
         self._graphs = GraphManager(tables.device, sizes) if sizes else None
         self._states: dict[int, TargetStates] = {}
-        self._batch: tuple[PagedAttention, int] | None = None
+        self._batch = _Batch()
 
     def capture(self, *, progress: bool = False) -> None:
         """Capture every size."""
@@ -74,21 +75,30 @@ class PromptGraphs:
             return states
         self._token_ids[:count] = token_ids
         self._positions[:count] = positions
-        self._batch = attention, count
+        self._batch.attention, self._batch.count = attention, count
         try:
             self._graphs.replay(GraphKey(PROMPT, size), _constants(size))
         finally:
-            self._batch = None
+            self._batch.attention = None
         states = self._states[size]
         return TargetStates(states.hidden[:count], states.target_hidden_states[:count])
 
     def _capturable(self, size: int) -> Capturable:
         def run_in_pieces(split_op: SplitOp) -> None:
-            attention = _BatchAttention(self._groups, split_op, lambda: self._batch)
+            attention = _BatchAttention(self._groups, split_op, self._batch)
             with self._products():
                 self._states[size] = self._model(self._token_ids[:size], self._positions[:size], attention)
 
         return Capturable.pieces(run_in_pieces, _constants(size))
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What the graphs' calls attend with, over `count` tokens. They hold this and not a PromptGraphs, whose graphs hold
+    them: only garbage collection would free the caches of that cycle."""
+
+    attention: PagedAttention | None = None
+    count: int = 0
 
 
 class _BatchAttention:
@@ -99,7 +109,7 @@ class _BatchAttention:
         self,
         groups: Sequence[KVGroup | StateGroup],
         split_op: SplitOp,
-        batch: Callable[[], tuple[PagedAttention, int] | None],
+        batch: _Batch,
     ) -> None:
         self._split_op, self._batch = split_op, batch
         self._specs = {layer: group.spec for group in groups if isinstance(group, StateGroup) for layer in group.caches}
@@ -107,25 +117,24 @@ class _BatchAttention:
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         """See `Attention`."""
         # Keeps no query, key or value: they are the graph's.
-        make, options = partial(AttentionInputs, inputs.layer), inputs[4:]
+        batch, make, options = self._batch, partial(AttentionInputs, inputs.layer), inputs[4:]
 
         def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            if (batch := self._batch()) is None:
+            if batch.attention is None:
                 return query.new_zeros(*query.shape[:2], value.shape[2])
-            attention, count = batch
-            return attention(make(query, key, value, *options).head(count))
+            return batch.attention(make(query, key, value, *options).head(batch.count))
 
         return self._split_op(eager, inputs.query, inputs.key, inputs.value)
 
     def recur(self, layer: int, inputs: StateInputs) -> torch.Tensor:
         """See `RecurrentAttention`."""
-        spec, weights = self._specs[layer], inputs[3:]
+        batch, spec, weights = self._batch, self._specs[layer], inputs[3:]
 
         def eager(x: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-            if (batch := self._batch()) is None:
+            if batch.attention is None:
                 return x.new_zeros(len(x), spec.num_value_heads, spec.value_dim)
-            attention, count = batch
-            return attention.recur(layer, StateInputs(x[:count], decay[:count], beta[:count], *weights))
+            count = batch.count
+            return batch.attention.recur(layer, StateInputs(x[:count], decay[:count], beta[:count], *weights))
 
         return self._split_op(eager, inputs.x, inputs.decay, inputs.beta)
 

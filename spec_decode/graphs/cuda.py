@@ -81,7 +81,10 @@ class CudaRuntime:
         with self._capturing(), ExitStack() as piece:
             begin()
             run(split_op)
-        return PiecewiseGraph(parts)
+        graph = PiecewiseGraph(parts)
+        # A call can hold split_op, whose list would hold the call: a cycle that keeps graphs and caches alive.
+        parts.clear()
+        return graph
 
     def memory_used(self) -> int:
         # A capture empties the allocator's caches of freed memory; emptied first, they hide nothing that it takes.

@@ -114,6 +114,28 @@ class EmulatedGraph:
                 node.run()
 
 
+class _EmulatedCall(SplitOpCall):
+    """An eager call that keeps no memory that the capture did not allocate, and leaves poison where it is undefined."""
+
+    def __init__(
+        self,
+        fn: Callable[..., torch.Tensor],
+        inputs: list[torch.Tensor],
+        result: torch.Tensor,
+        borrowed: Iterable[_ExternalMemory],
+    ) -> None:
+        super().__init__(fn, inputs, result)
+        self._borrowed = tuple(borrowed)
+
+    def replay(self) -> None:
+        """As Graph.replay. Raises CaptureError, with nothing run, if memory that it reads was freed."""
+        for memory in self._borrowed:
+            memory.require_alive()
+        with torch.inference_mode():
+            _poison(self._result)
+        super().replay()
+
+
 class EmulatedLoop:
     """A recorded run, followed by another that repeats while a device scalar is set."""
 
@@ -172,7 +194,9 @@ class EmulatedRuntime:
         def split_op(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor:
             piece.close()
             result = fn(*inputs).clone()
-            parts.extend((recorder.take(), SplitOpCall(fn, inputs, result)))
+            borrowed: dict[int, _ExternalMemory] = {}
+            unowned = [recorder.unowned(each, borrowed, "a split operation") for each in inputs]
+            parts.extend((recorder.take(), _EmulatedCall(fn, unowned, result, borrowed.values())))
             recorder.adopt(result)
             begin()
             return result
@@ -185,7 +209,9 @@ class EmulatedRuntime:
             finally:
                 recorder.restore()
         self._allocated += recorder.bytes_allocated()
-        return [*parts, recorder.take()]
+        graphs = [*parts, recorder.take()]
+        parts.clear()  # as CudaRuntime
+        return graphs
 
 
 class HostReadGuard(TorchFunctionMode):
@@ -263,14 +289,7 @@ class _Recorder(PlainDispatchMode):
         borrowed: dict[int, _ExternalMemory] = {}
 
         def unowned(tensor: torch.Tensor) -> torch.Tensor:
-            if (key := _storage(tensor)) in self._made:
-                return tensor
-            if key not in borrowed:
-                storage = tensor.untyped_storage()
-                if not storage.nbytes():
-                    return tensor
-                borrowed[key] = _ExternalMemory(storage, node.op._schema.name)
-            return borrowed[key].view(tensor)
+            return self.unowned(tensor, borrowed, node.op._schema.name)
 
         taken, self._nodes = self._nodes, []
         nodes = []
@@ -279,6 +298,18 @@ class _Recorder(PlainDispatchMode):
             kwargs = {name: _with_tensors(value, unowned) for name, value in node.kwargs.items()}
             nodes.append(node._replace(args=args, kwargs=kwargs))
         return EmulatedGraph(nodes, borrowed.values())
+
+    def unowned(self, tensor: torch.Tensor, borrowed: dict[int, _ExternalMemory], user: str) -> torch.Tensor:
+        """Return the tensor; if the capture did not allocate it, one that does not keep its memory. Adds that memory,
+        by storage, to `borrowed`."""
+        if (key := _storage(tensor)) in self._made:
+            return tensor
+        if key not in borrowed:
+            storage = tensor.untyped_storage()
+            if not storage.nbytes():
+                return tensor
+            borrowed[key] = _ExternalMemory(storage, user)
+        return borrowed[key].view(tensor)
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Treat a tensor made outside as one that the capture allocated."""

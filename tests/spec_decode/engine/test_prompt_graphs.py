@@ -1,5 +1,8 @@
 """Prompts from graphs: the texts are those of eager prompts."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -72,6 +75,20 @@ def test_recurrent_layers(replayed, family):
     expected = generate(graph_mode=GraphMode.NONE)
     assert not replayed
     assert generate(graph_mode=GraphMode.FULL) == expected and set(replayed) == {*SIZES}
+
+
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.PIECEWISE])
+def test_dropped_engine_frees_its_caches(replayed, mode):
+    """At once: a cycle would keep a GPU full until garbage is collected."""
+    engine = make_engine(graph_mode=mode)
+    texts(engine, requests(24))
+    caches = [weakref.ref(group.caches[0].key) for group in (*engine.target.groups, *engine.drafter.groups)]
+    gc.disable()
+    try:
+        del engine
+        assert replayed and [cache() for cache in caches] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_padding_is_never_attended(replayed):

@@ -2,6 +2,7 @@
 
 import gc
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spec_decode.graphs import CaptureError
+from spec_decode.graphs import CaptureError, cuda
 from spec_decode.graphs.cuda import CudaRuntime
 from tests.factories import CPU
 
@@ -56,6 +57,23 @@ def test_garbage_collection_is_off_during_capture(runtime):
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(captures, range(2))) == [False, False]
     assert gc.isenabled()
+
+
+def test_a_graph_with_a_call_that_holds_split_op_is_no_cycle(runtime, monkeypatch):
+    monkeypatch.setattr(cuda, "_borrowed", lambda tensor: tensor)
+    held = []
+
+    def run(split_op):
+        def call(t):
+            return t + 1 if split_op else t
+
+        held.append(weakref.ref(call))
+        split_op(call, torch.ones(1))
+
+    graph = runtime.capture_pieces(run)
+    assert held[0]() is not None
+    del graph
+    assert held[0]() is None
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,31 @@ def test_inference_mode_pieces_replay_outside_it():
     assert x.tolist() == [-2, -2]
 
 
+def test_rows_without_a_result_are_undefined():
+    x, rows = torch.ones(3), [3]
+    y = torch.zeros(3)
+    graph = pieces(lambda split_op: y.copy_(split_op(lambda t: t[: rows[0]], x)))
+    for rows[0] in (3, 1):
+        graph.replay()
+    assert y[:1].tolist() == [1] and y[1:].isnan().all()
+
+
+def test_a_graph_with_a_call_that_holds_split_op_is_no_cycle():
+    x, held = torch.ones(1), []
+
+    def run(split_op):
+        def call(t):
+            return t + 1 if split_op else t
+
+        held.append(weakref.ref(call))
+        split_op(call, x)
+
+    graph = pieces(run)
+    graph.replay()
+    del graph
+    assert held[0]() is None
+
+
 def test_python_values_are_frozen_only_inside_pieces():
     x, host = torch.zeros(1), {"n": 1}
     graph = pieces(lambda split_op: x.copy_(split_op(lambda t: t + host["n"], x) * host["n"]))
@@ -349,11 +374,16 @@ def test_run_without_split_op_is_one_piece():
     assert x.tolist() == [1] and graph.num_nodes == 1
 
 
-def test_replay_over_freed_input_is_rejected():
+@pytest.mark.parametrize(
+    ("read", "user"),
+    [(lambda split_op, x: x, "aten::copy_"), (lambda split_op, x: split_op(torch.clone, x), "a split operation")],
+    ids=["in a graph", "between pieces"],
+)
+def test_replay_over_freed_input_is_rejected(read, user):
     inputs, y = {"x": torch.ones(2)}, torch.zeros(2)
-    graph = capture(lambda: y.add_(1).copy_(inputs["x"]))
+    graph = pieces(lambda split_op: y.copy_(read(split_op, inputs["x"])))
     inputs.clear()
-    with pytest.raises(CaptureError, match="8 bytes that aten::copy_ uses were freed since"):
+    with pytest.raises(CaptureError, match=f"8 bytes that {user} uses were freed since"):
         graph.replay()
     assert y.tolist() == [0, 0]
 

@@ -10,6 +10,7 @@ import torch
 from attn_backends import FusedWrite
 from attn_backends.kernels.rope import Rope, rope_formula
 from attn_backends.kernels.rope_and_write_kv import rope_and_write_kv
+from attn_backends.kernels.write_latent import KvANormRope
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError
 from spec_decode.model_api import AttentionInputs
@@ -67,6 +68,17 @@ def assert_rotated(out, cache, query, key):
     torch.testing.assert_close(out, rope_formula(query, ROPE))
     keys = rope_formula(key, ROPE).to(SPEC.dtype)
     assert torch.equal(cache.key[0, 3], keys[0]) and torch.equal(cache.key[2, 1], keys[2])
+
+
+@pytest.mark.parametrize("name", ["rope", "kv_a_norm_rope"])
+def test_head_has_the_first_tokens(name):
+    norm = KvANormRope(weight=torch.rand(16), eps=1e-6, positions=ROPE.positions, table=ROPE.table)
+    key = torch.randn(3, 2, 16)
+    inputs = AttentionInputs(0, torch.randn(3, 4, 16), key, key[..., :8])
+    inputs = inputs._replace(**{name: ROPE if name == "rope" else norm})
+    first = inputs._replace(query=inputs.query.clone(), key=key.clone()).head(2).normed_and_rotated()
+    for part, whole in zip(first, inputs.normed_and_rotated(), strict=True):
+        torch.testing.assert_close(part, whole[:2])
 
 
 def test_backend_with_fused_write_uses_one_kernel():
