@@ -98,7 +98,7 @@ class TopTokens(NamedTuple):
 top_tokens = define_op("attn_backends::top_tokens", TopTokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def top_of_tiles_kernel(
     x_ptr,  # [M, K]
     w_ptr,  # [V or more, K]
