@@ -6,7 +6,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -78,7 +79,8 @@ def _records() -> dict[str, Any]:
 
 
 class _OnTheChip(TorchFunctionMode):
-    """Shows meta tensors as CUDA tensors of one device, and allocates on "meta" what is asked for there."""
+    """Shows meta tensors as CUDA tensors of one device, allocates on "meta" what is asked for there, and launches our
+    ops."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -86,6 +88,9 @@ class _OnTheChip(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload) and (record := _records().get(func._schema.name)):
+            with self:
+                return record(*args).launch()
         if func == torch.Tensor.device.__get__:
             return self.device
         if func == torch.Tensor.is_cuda.__get__:
@@ -97,6 +102,15 @@ class _OnTheChip(TorchFunctionMode):
 
 def compile_op(chip: Chip, op: str, arguments: Sequence[Any]) -> list[Compiled]:
     """Return the kernels that the op launches on a chip with these arguments, compiled for it."""
+    with on_chip(chip) as found:
+        _records()[op](*tree_map_only(torch.Tensor, lambda part: part.to("meta"), list(arguments))).launch()
+    return found
+
+
+@contextmanager
+def on_chip(chip: Chip) -> Iterator[list[Compiled]]:
+    """Take tensors on "meta" for tensors on a chip, and yield the list that the kernels launched on them are added to,
+    compiled."""
     device = torch.device("cuda", list(LIMITS).index(chip.target))
     room = LIMITS[chip.target]
     target = GPUTarget("cuda", int(chip.target.removeprefix("sm_")), 32)
@@ -123,5 +137,4 @@ def compile_op(chip: Chip, op: str, arguments: Sequence[Any]) -> list[Compiled]:
         patch.object(driver, "_active", active),
         _OnTheChip(device),
     ):
-        _records()[op](*tree_map_only(torch.Tensor, lambda part: part.to("meta"), list(arguments))).launch()
-    return found
+        yield found

@@ -101,6 +101,20 @@ def test_an_eagle_drafts_the_most_likely_token_it_may(bits, ending, heads, confi
     assert is_shared is (bits == "16" and not ending)
 
 
+@pytest.mark.parametrize("value", ["16", "fp8"])
+def test_the_first_draft_compiles_for_any_number_of_rows(value, heads, config, monkeypatch):
+    warm, drafted = [], []
+    monkeypatch.setattr(heads, "warm_up", lambda op, product: warm.append((op, product)))
+    draft, top_tokens = eagle(heads, config, value), heads.top_tokens
+    monkeypatch.setattr(heads, "top_tokens", lambda *parts: drafted.append(parts) or top_tokens(*parts))
+    for count in (9, 3):
+        draft.get_top_tokens(states(count))
+    [(op, (x, *parts))] = warm
+    assert op is heads.top_tokens
+    assert (x.dtype, x.shape) == (torch.bfloat16, (0, HIDDEN))
+    assert all(one is other for one, other in zip(parts, drafted[0][1:], strict=True))
+
+
 def over(heads, base, choice="fp8", **parts):
     """A draft of a class of vLLM's, as far as its head goes, with these parts."""
     from vllm.config import get_current_vllm_config

@@ -161,6 +161,35 @@ def test_a_compiler_traces_a_layer_once_for_any_number_of_rows(name, config):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("name", [PLAIN, ROUNDED])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kind", ["qkv", "row", "head"])
+def test_loading_compiles_what_a_layer_multiplies(kind, has_bias, name, config, monkeypatch):
+    """With its bias and without, which one of several ranks adds."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    from attn_backends.engines.vllm import linear_methods
+
+    def described(x, *parts):
+        """What kernels are compiled for."""
+        return x.dtype, x.shape[1:], *(None if part is None else part.data_ptr() for part in parts)
+
+    warm, multiplied = [], []
+    monkeypatch.setattr(linear_methods, "warm_up", lambda op, product: warm.append((op, *described(*product))))
+    monkeypatch.setattr(linear_methods, "multiply", lambda *parts: multiplied.append(described(*parts)))
+    if kind == "head":
+        with default_dtype(torch.bfloat16):
+            layer = ParallelLMHead(128, K, bias=has_bias, quant_config=quantization(name), prefix="head")
+    else:
+        layer = make(kind, name, bias=has_bias)
+        load(layer, kind)
+    process(layer)
+    for bias in {None, layer.bias}:
+        layer.quant_method.apply(layer, rows(5, K), bias)
+    assert len(warm) == 1 + has_bias
+    assert set(warm) == {(linear_methods.linear_op, *parts) for parts in multiplied}
+
+
 def test_other_layers_stay_vllms(config, monkeypatch):
     from vllm.model_executor.layers import linear, vocab_parallel_embedding
 

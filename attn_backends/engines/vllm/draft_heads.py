@@ -23,7 +23,8 @@ from attn_backends.engines.vllm.compat import (
 )
 from attn_backends.engines.vllm.names import DRAFT_HEAD
 from attn_backends.kernels.linear.fp8_weight import READING, Fp8Weight
-from attn_backends.kernels.linear.top_tokens import top_tokens
+from attn_backends.kernels.linear.top_tokens import TopTokens, top_tokens
+from attn_backends.kernels.linear.warm_up import warm_up
 from builders.devices import FP8_CAPABILITY
 
 ARCHITECTURES = {
@@ -169,6 +170,7 @@ class HeadReader(NamedTuple):
         rounded = Fp8Weight.of(weight) if rounds else None
         _log.info_once("The draft reads its head in %s bits, for %d tokens.", "8" if rounds else "16", count)
         values, scale = (weight.data, None) if rounded is None else (rounded.values, rounded.scale)
+        warm_up(top_tokens, TopTokens(values.new_empty(0, values.shape[1], dtype=weight.dtype), values, scale, count))
         return cls(values, scale, count, start, kept, head.tp_size)
 
     def top_tokens(self, states: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,9 @@ from attn_backends.engines.vllm.compat import (
     replace_parameter,
 )
 from attn_backends.engines.vllm.names import ROUNDED
-from attn_backends.kernels.linear import linear_op  # noqa: F401  # defines the op
 from attn_backends.kernels.linear.fp8_weight import READING, Fp8Weight
+from attn_backends.kernels.linear.linear_op import LinearArguments, linear_op
+from attn_backends.kernels.linear.warm_up import warm_up
 
 _log = init_logger("vllm.attn_backends")
 
@@ -64,18 +65,31 @@ def multiply(
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-class PlainLinear(UnquantizedLinearMethod):
-    """A layer with 16-bit weights. As vLLM's own unquantised method, it never changes them."""
+def compile_kernels(layer: Any, dtype: torch.dtype) -> None:
+    """Compile what the layer needs for rows of this dtype, once it is loaded: vLLM's graphs need only some of it, and
+    its JIT registry takes no kernels of drafts. One rank of several adds a bias."""
+    weight, scale = layer.weight, getattr(layer, "weight_scale", None)
+    for bias in {None, getattr(layer, "bias", None)}:
+        warm_up(linear_op, LinearArguments(weight.data.new_empty(0, weight.shape[1], dtype=dtype), weight, scale, bias))
+
+
+class _Plain:
+    """16-bit weights, which stay as they are loaded. A mixin for vLLM's unquantised methods."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)  # type: ignore[misc]
+        compile_kernels(layer, layer.weight.dtype)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return multiply(x, layer.weight, None, bias)
 
 
-class PlainHead(UnquantizedEmbeddingMethod):
+class PlainLinear(_Plain, UnquantizedLinearMethod):
+    """A layer with 16-bit weights."""
+
+
+class PlainHead(_Plain, UnquantizedEmbeddingMethod):
     """An output projection with 16-bit weights, possibly the embedding's."""
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return multiply(x, layer.weight, None, bias)
 
 
 class RoundedLinear(OnlineLinearBase):
@@ -90,10 +104,11 @@ class RoundedLinear(OnlineLinearBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
-        rounded = Fp8Weight.of(layer.weight)
+        rounded, dtype = Fp8Weight.of(layer.weight), layer.weight.dtype
         replace_parameter(layer, "weight", rounded.values)
         replace_parameter(layer, "weight_scale", rounded.scale)
         layer._already_called_process_weights_after_loading = True
+        compile_kernels(layer, dtype)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return multiply(x, layer.weight, layer.weight_scale, bias)

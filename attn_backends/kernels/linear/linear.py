@@ -5,16 +5,18 @@ Legend: M rows, K inputs, N outputs, B weights.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch.nn import functional as F
 
 from attn_backends.kernels.linear.batch_invariance import is_batch_invariant
 from attn_backends.kernels.linear.batch_invariant_linear import batch_invariant_linear
-from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight, operands
 from attn_backends.kernels.linear.narrow_linear import narrow_linear
 from attn_backends.kernels.linear.product_kind import ProductKind, product_kind
 from attn_backends.kernels.linear.skinny_linear import skinny_gated_linear, skinny_linear
-from attn_backends.kernels.linear.streamed_linear import streamed_linear
+from attn_backends.kernels.linear.streamed_linear import StreamedLinear, streamed_linear
 from attn_backends.kernels.linear.swiglu import swiglu
 
 _SLOW_ROWS, _EXTRA_ROWS = (320, 448), 8
@@ -45,6 +47,21 @@ def linear(
             out = batch_invariant_linear(x[:, None], weight[None])[:, 0]
         out = out if bias is None else out + bias
     return out if residual is None else residual + out
+
+
+def variant(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> Hashable:
+    """Return what the kernels that `linear` launches last depend on, beside the shapes of the weight and the bias: with
+    an equal one, no other is compiled."""
+    kind = product_kind(x, weight, skinny=bias is None)
+    if kind is ProductKind.SKINNY:
+        return kind, x.shape[0]
+    if not kind.streams:
+        return kind
+    values, scale = operands(weight)
+    product = StreamedLinear(x, values, scale=scale, round_x=kind.rounds)
+    # More rows are multiplied in parts, of which only the last has fewer rows than a launch takes.
+    last = product._replace(x=x[: (x.shape[0] - 1) % product.most_rows + 1])
+    return kind, last.cut()
 
 
 def gated_linear(x: torch.Tensor, weight: Weight, limit: float | None = None) -> torch.Tensor:

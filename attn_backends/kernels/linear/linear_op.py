@@ -5,13 +5,14 @@ Legend: M rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from attn_backends.kernels.linear.fp8_weight import Fp8Weight, widened
-from attn_backends.kernels.linear.linear import linear
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight, widened
+from attn_backends.kernels.linear.linear import linear, variant
 from builders.kernels.op import define_op
 
 
@@ -36,12 +37,20 @@ class LinearArguments(NamedTuple):
     def fake(self) -> torch.Tensor:
         return self.x.new_empty(self.x.shape[0], self.weight.shape[0])
 
-    def launch(self) -> torch.Tensor:
+    def operands(self) -> tuple[torch.Tensor, Weight, torch.Tensor | None]:
+        """Return the arguments of `linear`."""
         if self.scale is None:
-            return linear(self.x, self.weight, self.bias)
+            return self.x, self.weight, self.bias
         # Kernels of 8-bit weights read rows whose inputs are contiguous; those of 16-bit ones leave others to torch.
         x = self.x if self.x.stride(1) == 1 else self.x.contiguous()
-        return linear(x, Fp8Weight(self.weight, self.scale), self.bias)
+        return x, Fp8Weight(self.weight, self.scale), self.bias
+
+    def launch(self) -> torch.Tensor:
+        return linear(*self.operands())
+
+    def variant(self) -> Hashable:
+        """See `warm_up`."""
+        return variant(*self.operands())
 
 
 linear_op = define_op("attn_backends::linear", LinearArguments)

@@ -393,7 +393,8 @@ def launch_sum_shares(
 _streamed_linear = define_op("attn_backends::streamed_linear", StreamedLinear)
 
 
-@triton.jit
+# A kernel for multiples of 16 rows alone would differ in a few masks, and both would have to be compiled.
+@triton.jit(do_not_specialize=["M"])
 def streamed_kernel(
     x_ptr,  # [M, K]; with tokens [T, K]
     w_ptr,  # [N, K], with a gate [2 N, K]; with ends [E, N, K] or [E, 2 N, K]
@@ -546,7 +547,7 @@ def streamed_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def sum_shares_kernel(
     sums_ptr,  # fp32 [shares, M, N], with a gate [shares, M, 2 N]
     bias_ptr,  # [N], or None

@@ -33,7 +33,7 @@ def describe(matrix: torch.Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [rows, columns])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def streamed_tma_kernel(
     x_desc,  # descriptor of x [M, K], tiles [BLOCK_M, BLOCK_K]
     x2_desc,  # the same with tiles [BLOCK_M2, BLOCK_K]; unused without BLOCK_M2

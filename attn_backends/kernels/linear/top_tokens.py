@@ -9,13 +9,14 @@ Legend: M rows, K inputs, V tokens.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 
-from attn_backends.kernels.linear.fp8_weight import Fp8Weight, widened
-from attn_backends.kernels.linear.linear import linear
-from attn_backends.kernels.linear.streamed_tiling import streamed_tiling
+from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight, widened
+from attn_backends.kernels.linear.linear import linear, variant
+from attn_backends.kernels.linear.streamed_tiling import StreamedTiling, streamed_tiling
 from attn_backends.kernels.linear.streamed_tma_kernel import prefetch_weight
 from builders.devices import room_of
 from builders.kernels.op import define_op
@@ -51,16 +52,11 @@ class TopTokens(NamedTuple):
         return self.x.new_empty(rows, dtype=torch.float32), self.x.new_empty(rows, dtype=torch.int64)
 
     def launch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.x if self.x.stride(1) == 1 else self.x.contiguous()
+        x, tile = self.x if self.x.stride(1) == 1 else self.x.contiguous(), self.tile
         rows = x.shape[0]
-        if not 0 < rows <= MOST_ROWS:
-            weight = self.weight if self.scale is None else Fp8Weight(self.weight, self.scale)
-            value, index = linear(x, weight)[:, : self.num_tokens].max(-1)
+        if tile is None:
+            value, index = linear(x, self.head)[:, : self.num_tokens].max(-1)
             return torch.where(value.isnan(), torch.inf, value).float(), index
-        tile = streamed_tiling(
-            rows, self.num_tokens, x.shape[1], room_of(x.device), itemsize=self.weight.element_size(),
-            x_itemsize=x.element_size(),
-        )  # fmt: skip
         (best, index), tiles = self.fake(), cdiv(self.num_tokens, tile.block_n)
         values = x.new_empty(rows, tiles, dtype=torch.float32)
         tokens = x.new_empty(rows, tiles, dtype=torch.int32)
@@ -94,11 +90,28 @@ class TopTokens(NamedTuple):
         )
         return best, index
 
+    @property
+    def head(self) -> Weight:
+        """The weight with its scale."""
+        return self.weight if self.scale is None else Fp8Weight(self.weight, self.scale)
+
+    @property
+    def tile(self) -> StreamedTiling | None:
+        """The tiling of one pass; None without rows and for too many."""
+        (rows, inputs), device = self.x.shape, self.x.device
+        sizes = {"itemsize": self.weight.element_size(), "x_itemsize": self.x.element_size()}
+        few = 0 < rows <= MOST_ROWS
+        return streamed_tiling(rows, self.num_tokens, inputs, room_of(device), **sizes) if few else None
+
+    def variant(self) -> Hashable:
+        """See `warm_up`."""
+        return self.tile or variant(self.x, self.head)
+
 
 top_tokens = define_op("attn_backends::top_tokens", TopTokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def top_of_tiles_kernel(
     x_ptr,  # [M, K]
     w_ptr,  # [V or more, K]
