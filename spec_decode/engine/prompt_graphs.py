@@ -50,7 +50,7 @@ class PromptGraphs:
     ) -> None:
         """products: the context to run the model in. sizes: numbers of tokens; without any, every prompt runs
         eagerly."""
-        self._model, self._products = model, products
+        self._model, self._products, self._most_prompts = model, products, tables.max_reqs
         self._groups = groups
         self._sizes = sorted(sizes)
         longest = max(sizes, default=0)
@@ -60,10 +60,15 @@ class PromptGraphs:
         self._states: dict[int, TargetStates] = {}
         self._batch = _Batch()
 
+    @torch.no_grad()
     def capture(self, *, progress: bool = False) -> None:
-        """Capture every size."""
+        """Capture every size, and compile the kernels of the logits of any number of prompts: requests would wait."""
         if self._graphs:
             self._graphs.capture({PROMPT: self._capturable}, progress=progress)
+            hidden = self._states[self._sizes[-1]].hidden
+            with self._products():
+                for rows in range(1, self._most_prompts + 1):
+                    self._model.logits(hidden[:rows])
 
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: PagedAttention) -> TargetStates:
         """Return states [T, ...] of token_ids int64 [T] at positions int64 [T]. The next call overwrites them."""

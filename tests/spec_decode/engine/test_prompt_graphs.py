@@ -108,6 +108,14 @@ def test_padding_is_never_attended(replayed):
     assert set(seen) == {5} and replayed == [8]
 
 
+def test_logits_of_every_number_of_prompts_are_compiled(replayed, monkeypatch):
+    engine, seen = make_engine(steps=0, graph_mode=GraphMode.FULL), []
+    logits = engine.target.model.logits
+    monkeypatch.setattr(engine.target.model, "logits", lambda hidden: seen.append(len(hidden)) or logits(hidden))
+    engine.target.prompts.capture()
+    assert seen == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
