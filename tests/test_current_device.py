@@ -126,8 +126,11 @@ def test_host_copy_is_recorded_on_its_stream(monkeypatch: pytest.MonkeyPatch) ->
 def test_capture_runs_on_device_of_its_runtime(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
+    graph = SimpleNamespace(replay=None, capture_begin=lambda **options: None, capture_end=lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
     seen: list[int] = []
     CudaRuntime(SECOND).capture(lambda: seen.append(cuda.current))
     assert seen == [1]
