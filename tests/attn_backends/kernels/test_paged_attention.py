@@ -12,7 +12,7 @@ from attn_backends.kernels.paged_attention import PagedAttentionArguments, tile_
 from builders import AttentionKind, BatchBuffers, BatchError
 from builders.devices import Room
 from tests.attn_backends.kernels.attention_oracle import attend, tokens_of
-from tests.factories import CPU, make_cache, make_spec, make_tables
+from tests.factories import CPU, indexes_fp8, make_cache, make_spec, make_tables
 from tests.ops import served
 
 PLAIN = make_spec(head_dim=64)
@@ -106,7 +106,9 @@ def check(spec, *batch):
         torch.testing.assert_close(out.double(), case.truth(), **CLOSE[spec.dtype], msg=lambda text, at=name: at + text)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, id=name, marks=[indexes_fp8] * ("e4m3" in name)) for name, spec in SPECS.items()]
+)
 def test_paged_attention_matches_logical_attention(spec):
     check(spec, [3, 1, 8], [3, 9, 21])
 

@@ -53,7 +53,12 @@ def test_rows_are_rounded_by_at_most_half_a_step(dtype):
     assert values.float().abs().amax(-1).eq(448).sum() == 69 and not values[5].float().any()
 
 
-@pytest.mark.parametrize("rows", [MANY, MAX_NARROW_ROWS + 1])
+by_torch = pytest.mark.xfail(
+    torch.__version__.startswith("2.9."), reason="torch 2.9 has one scale for all 8-bit rows on a CPU", strict=True
+)
+
+
+@pytest.mark.parametrize("rows", [MANY, pytest.param(MAX_NARROW_ROWS + 1, marks=by_torch)])
 def test_nan_and_infinity_stay_in_their_rows(rows):
     x, weight = draw(rows, 32), Fp8Weight.of(draw(16, 32, seed=1))
     x[3, 1], x[8, 2] = torch.nan, torch.inf
@@ -61,7 +66,10 @@ def test_nan_and_infinity_stay_in_their_rows(rows):
     assert out.isnan().any(-1).nonzero().flatten().tolist() == [3, 8]
 
 
-BY_ROWS = [(MANY, STREAMED), (narrow.STREAMED_ROWS_OF_ANY_WEIGHT + 1, ProductKind.NARROW)]
+BY_ROWS = [
+    (MANY, STREAMED),
+    pytest.param(narrow.STREAMED_ROWS_OF_ANY_WEIGHT + 1, ProductKind.NARROW, marks=by_torch),
+]
 
 
 @pytest.mark.parametrize(("count", "kind"), BY_ROWS)

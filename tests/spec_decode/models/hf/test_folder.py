@@ -179,6 +179,7 @@ def test_quantisation_file_rejects_model(folder, file):
     assert f"{file} has method 'FP8'" in refusal(folder)
 
 
+@pytest.mark.xfail(transformers.__version__ < "5", reason="transformers 4 cannot read it", strict=True)
 def test_null_quantisation_is_accepted(folder):
     change(folder / "config.json", quantization_config=None, quantization={})
     LOADERS["model"](folder)
