@@ -7,6 +7,7 @@ from attn_backends.kernels.latent_attention import LatentAttentionArguments
 from attn_backends.kernels.paged_attention import PagedAttentionArguments, launch_merge, paged_attention
 from benchmarks import tune_prompt_attention
 from builders.kernels.triton_runtime import torch_implementations
+from tests.factories import indexes_fp8
 from tests.ops.attention import LATENT_BATCHES, PLAIN, latent, paged
 from tests.tree_masks import tree_masks
 
@@ -33,7 +34,8 @@ BY_HEAD = replace(PLAIN, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, hea
 
 
 @pytest.mark.parametrize(
-    ("cached", "spec", "splits"), [(62, PLAIN, 1), (63, replace(PLAIN, scale=0.3), 2), (64, BY_HEAD, 1)]
+    ("cached", "spec", "splits"),
+    [(62, PLAIN, 1), (63, replace(PLAIN, scale=0.3), 2), pytest.param(64, BY_HEAD, 1, marks=indexes_fp8)],
 )
 def test_prompt_sees_whole_blocks_and_the_one_at_its_end(cached, spec, splits):
     """A block of 64 tokens ends behind the first query, at it, and before it."""
