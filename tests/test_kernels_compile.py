@@ -28,8 +28,8 @@ _OF_CACHES = ("paged_attention", "tree_attention", "write_kv", "rope_and_write_k
 
 SPILLED_ON_BLACKWELL = 8
 """ptxas spills up to two registers of three products there, also of one that uses 56."""
-SPILLED_ELSEWHERE = {"attn_backends::state_step": 24}
-"""What ptxas spills of an op on other chips than Hopper: up to six registers of a state."""
+SPILLED_ELSEWHERE = {"attn_backends::state_step": 48}
+"""What ptxas spills of an op on other chips than Hopper: up to twelve registers of a state, on sm_100."""
 SPILLED_BY_RELEASE = {
     "3.5": {"attn_backends::latent_attention": 272, "attn_backends::state_step": 32},
     "3.6": {"attn_backends::state_step": 32, "spec_decode::restrict_logits": 8},
