@@ -94,7 +94,7 @@ def contents(root: Path) -> dict[Path, str]:
     """Return the pages and the plot made from the reports under root. Raises SystemExit for a page without its
     markers."""
     vllm, latents, pair = (_load(root, name) for name in (VLLM, LATENTS, PAIR))
-    on_one_gpu = [latents, vllm]
+    on_one_gpu, engines = [latents, vllm], engine_reports(root)
     tables = {
         README: {
             "findings": findings(root),
@@ -119,8 +119,8 @@ def contents(root: Path) -> dict[Path, str]:
             "vllm ratios on two GPUs": vllm_tables.ratios([pair], num_gpus=2),
         },
         VLLM_FIGURES: {
-            "work of the readme": work(vllm, engine_reports(root)[0]),
-            "whole engines": "\n\n".join(map(vllm_tables.engines, engine_reports(root))),
+            "work of the readme": work(vllm, engines[0]),
+            "whole engines": "\n\n".join(map(vllm_tables.engines, engines)),
             "vllm figures": "\n\n".join(
                 vllm_tables.figures(report, name) for report, name in ((vllm, VLLM), (latents, LATENTS), (pair, PAIR))
             ),
@@ -237,9 +237,9 @@ def speeds(root: Path) -> str:
 
 def engine_rows(root: Path) -> list[list[str]]:
     """Build the rows of whole engines: `LLM` of a folder with vLLM as its baseline."""
-    sizes, rows = " / ".join(map(str, SIZES)), []
+    sizes, reports, rows = " / ".join(map(str, SIZES)), engine_reports(root), []
     for label, settings in COMPARED.items():
-        found = [(each, *_alike(each, settings)) for each in engine_reports(root)]
+        found = [(each, *_alike(each, settings)) for each in reports]
         both_engines = [(report, theirs, ours) for report, theirs, ours in found if theirs and ours]
         if not both_engines:
             continue
