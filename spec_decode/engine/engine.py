@@ -320,8 +320,7 @@ class Engine:
         if self._batched:
             self._run_round()
         # Those of this step wait for the next one's launches: the device is busy meanwhile.
-        more = self._batched or self._scheduler.has_unfinished
-        for _ in range(older if more else len(self._outputs)):
+        for _ in range(older if self._scheduler.has_unfinished else len(self._outputs)):
             self._outputs.process_oldest(self.stats)
 
     def _recompute_lost(self) -> None:

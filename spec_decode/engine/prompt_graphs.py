@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -20,7 +19,7 @@ from spec_decode.engine.config import EngineConfig
 from spec_decode.graphs import Capturable, GraphKey, GraphManager, SplitOp
 from spec_decode.model_api import AttentionInputs, TargetModel, TargetStates
 from spec_decode.paged import KVGroup, StateGroup
-from spec_decode.paged.attention import PagedAttention
+from spec_decode.paged.attention import PagedAttention, attend_between, recur_between
 
 PROMPT = "prompt"
 """The graph kind."""
@@ -52,7 +51,6 @@ class PromptGraphs:
         eagerly."""
         self._model, self._products, self._most_prompts = model, products, tables.max_reqs
         self._groups = groups
-        self._sizes = sorted(sizes)
         longest = max(sizes, default=0)
         self._token_ids = torch.zeros(longest, dtype=torch.int64, device=tables.device)
         self._positions = torch.zeros_like(self._token_ids)
@@ -65,7 +63,7 @@ class PromptGraphs:
         """Capture every size, and compile the kernels of the logits of any number of prompts: requests would wait."""
         if self._graphs:
             self._graphs.capture({PROMPT: self._capturable}, progress=progress)
-            hidden = self._states[self._sizes[-1]].hidden
+            hidden = self._states[self._graphs.sizes[-1]].hidden
             with self._products():
                 for rows in range(1, self._most_prompts + 1):
                     self._model.logits(hidden[:rows])
@@ -73,11 +71,11 @@ class PromptGraphs:
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: PagedAttention) -> TargetStates:
         """Return states [T, ...] of token_ids int64 [T] at positions int64 [T]. The next call overwrites them."""
         count = len(token_ids)
-        size = next((size for size in self._sizes if count <= size), None)
-        if self._graphs is None or not self._graphs.complete or size is None:
+        if self._graphs is None or not self._graphs.complete or count > self._graphs.sizes[-1]:
             with self._products():
                 states: TargetStates = self._model(token_ids, positions, attention)
             return states
+        size = self._graphs.padded(count)
         self._token_ids[:count] = token_ids
         self._positions[:count] = positions
         self._batch.attention, self._batch.count = attention, count
@@ -110,38 +108,32 @@ class _BatchAttention:
     """A `RecurrentAttention` that is split out of a graph: the batch's at hand, over its tokens. Outputs of padding are
     what the memory held before; without a batch, as in a capture, all are 0."""
 
-    def __init__(
-        self,
-        groups: Sequence[KVGroup | StateGroup],
-        split_op: SplitOp,
-        batch: _Batch,
-    ) -> None:
+    def __init__(self, groups: Sequence[KVGroup | StateGroup], split_op: SplitOp, batch: _Batch) -> None:
         self._split_op, self._batch = split_op, batch
         self._specs = {layer: group.spec for group in groups if isinstance(group, StateGroup) for layer in group.caches}
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         """See `Attention`."""
-        # Keeps no query, key or value: they are the graph's.
-        batch, make, options = self._batch, partial(AttentionInputs, inputs.layer), inputs[4:]
+        batch = self._batch
 
-        def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(now: AttentionInputs) -> torch.Tensor:
             if batch.attention is None:
-                return query.new_zeros(*query.shape[:2], value.shape[2])
-            return batch.attention(make(query, key, value, *options).head(batch.count))
+                return now.query.new_zeros(*now.query.shape[:2], now.value.shape[2])
+            return batch.attention(now.head(batch.count))
 
-        return self._split_op(eager, inputs.query, inputs.key, inputs.value)
+        return attend_between(self._split_op, inputs, attend)
 
     def recur(self, layer: int, inputs: StateInputs) -> torch.Tensor:
         """See `RecurrentAttention`."""
-        batch, spec, weights = self._batch, self._specs[layer], inputs[3:]
+        batch, spec = self._batch, self._specs[layer]
 
-        def eager(x: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        def recur(now: StateInputs) -> torch.Tensor:
             if batch.attention is None:
-                return x.new_zeros(len(x), spec.num_value_heads, spec.value_dim)
-            count = batch.count
-            return batch.attention.recur(layer, StateInputs(x[:count], decay[:count], beta[:count], *weights))
+                return now.x.new_zeros(len(now.x), spec.num_value_heads, spec.value_dim)
+            first = {name: getattr(now, name)[: batch.count] for name in ("x", "decay", "beta")}
+            return batch.attention.recur(layer, now._replace(**first))
 
-        return self._split_op(eager, inputs.x, inputs.decay, inputs.beta)
+        return recur_between(self._split_op, inputs, recur)
 
 
 def _constants(size: int) -> CaptureConstants:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -94,29 +94,41 @@ class SplitAttention:
         if inputs.layer not in self._uncaptured_layers:
             return self._captured_attention(inputs)
 
-        # Keeps no query, key or value: they are the graph's.
-        make, options = partial(AttentionInputs, inputs.layer), inputs[4:]
-
-        def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return self._now()(make(query, key, value, *options))
-
-        return self._split_op(eager, inputs.query, inputs.key, inputs.value)
+        return attend_between(self._split_op, inputs, lambda now: self._now()(now))
 
     def recur(self, layer: int, inputs: StateInputs) -> torch.Tensor:
         """See `RecurrentAttention`."""
         if layer not in self._uncaptured_layers:
             return self._captured_attention.recur(layer, inputs)
 
-        weights = inputs[3:]
-
-        def eager(x: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-            return self._now().recur(layer, StateInputs(x, decay, beta, *weights))
-
-        return self._split_op(eager, inputs.x, inputs.decay, inputs.beta)
+        return recur_between(self._split_op, inputs, lambda now: self._now().recur(layer, now))
 
     def _now(self) -> PagedAttention:
         now = [self._current[i] if i in self._built else held for i, held in enumerate(self._captured)]
         return PagedAttention(self._groups, now)
+
+
+def attend_between(
+    split_op: SplitOp, inputs: AttentionInputs, attend: Callable[[AttentionInputs], torch.Tensor]
+) -> torch.Tensor:
+    """Split a layer's attention out of a capture: each replay calls attend on the inputs as they are then."""
+    # Keeps no query, key or value: they are the graph's.
+    make, options = partial(AttentionInputs, inputs.layer), inputs[4:]
+
+    def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attend(make(query, key, value, *options))
+
+    return split_op(eager, inputs.query, inputs.key, inputs.value)
+
+
+def recur_between(split_op: SplitOp, inputs: StateInputs, recur: Callable[[StateInputs], torch.Tensor]) -> torch.Tensor:
+    """The same for a recurrent layer."""
+    weights = inputs[3:]
+
+    def eager(x: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        return recur(StateInputs(x, decay, beta, *weights))
+
+    return split_op(eager, inputs.x, inputs.decay, inputs.beta)
 
 
 def _write(group: KVGroup, metadata: Any, inputs: AttentionInputs) -> torch.Tensor:
