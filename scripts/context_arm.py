@@ -20,6 +20,8 @@ FA2 = 2
 """FlashAttention's version on every card but Hopper and B200."""
 CONTEXTS = (1024, 8192, 32768, 98304)
 REQUESTS = (1, 8)
+MOST_TOKENS = 1 << 18
+"""Contexts of all requests together: 8 of the longest fit no H100, and their prompts take minutes."""
 NEW_TOKENS, REPEATS = 256, 2
 FLASH_ATTN, TRITON, FLASHINFER = "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"
 OURS = ("FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED")
@@ -73,7 +75,9 @@ def measure(arm: ContextArm) -> dict[str, Any]:
         for requests in arm.requests:
             row: dict[str, Any] = {"context": context, "requests": requests}
             needed = requests * (context + NEW_TOKENS + arm.steps)
-            if needed > engine.cached_tokens:
+            if requests * context > MOST_TOKENS:
+                row |= {"left_out": f"{requests * context} tokens of context; at most {MOST_TOKENS} are timed"}
+            elif needed > engine.cached_tokens:
                 row |= {"left_out": f"{needed} tokens, and the cache has room for {engine.cached_tokens}"}
             else:
                 row |= _speeds(engine, contexts(arm, context, requests, seed=context + requests))

@@ -54,6 +54,18 @@ def test_each_context_is_cached_before_decoding_is_timed(monkeypatch: pytest.Mon
     assert engines[0].generated == [(4, 64), (1, 64), (4, 64), (1, 900)]
 
 
+def test_more_tokens_than_are_timed_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_arm, "MOST_TOKENS", 899)
+    monkeypatch.setattr(context_arm, "Theirs", Timed)
+    monkeypatch.setattr(context_arm, "_speeds", lambda engine, prompts: {})
+    found = context_arm.measure(replace(DRAFTED, requests=(1, 4)))
+    reasons = [row.get("left_out") for row in found["rows"]]
+    assert reasons[:2] == [None, None] and reasons[2] == "900 tokens of context; at most 899 are timed"
+    monkeypatch.setattr(context_arm, "MOST_TOKENS", 900)
+    found = context_arm.measure(replace(DRAFTED, requests=(1, 4)))
+    assert [bool(row.get("left_out")) for row in found["rows"]] == [False, False, False, True]
+
+
 def test_prompts_of_two_rows_share_no_beginning() -> None:
     drawn = [context_arm.contexts(DRAFTED, 64, requests, seed=64 + requests) for requests in (1, 8)]
     assert len({tuple(prompt[:8]) for prompts in drawn for prompt in prompts}) == 9
