@@ -111,14 +111,13 @@ def engine_options(arm: ContextArm) -> dict[str, Any]:
     )
     positions = max(arm.contexts) + NEW_TOKENS + 2 * (1 + arm.steps)
     options = vllm_arm.engine_options(same, positions)
-    attention: dict[str, Any] = {"backend": arm.target}
-    if arm.version:
-        attention["flash_attn_version"] = arm.version
+    # vLLM reads attention_config before it loads plug-ins, and attention_backend after.
+    attention = {"flash_attn_version": arm.version} if arm.version else {}
     # All of the GPU's memory, for 8 long contexts.
     del options["kv_cache_memory_bytes"]
     options |= {
         "max_model_len": positions, "max_num_seqs": max(arm.requests), "gpu_memory_utilization": 0.88,
-        "enable_prefix_caching": True, "attention_config": attention,
+        "enable_prefix_caching": True, "attention_backend": arm.target, "attention_config": attention,
     }  # fmt: skip
     return options
 

@@ -81,7 +81,7 @@ def engine_options(arm: TrainedArm) -> dict[str, Any]:
     return {
         "model": str(root / arm.target), "dtype": "bfloat16", "seed": 0, "max_model_len": 1024, "max_num_seqs": 16,
         "gpu_memory_utilization": 0.3, "enable_prefix_caching": False, "disable_log_stats": False,
-        "enable_flashinfer_autotune": False, "attention_config": {"backend": arm.backend},
+        "enable_flashinfer_autotune": False, "attention_backend": arm.backend,
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         "speculative_config": {
             "method": "eagle3", "model": str(root / arm.draft), "num_speculative_tokens": STEPS,

@@ -57,7 +57,7 @@ def test_failed_arm_is_a_problem() -> None:
 def test_texts_margins_and_kept_drafts_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Llm:
         def __init__(self, **options: Any) -> None:
-            assert options["attention_config"] == {"backend": OURS} and not options["disable_log_stats"]
+            assert options["attention_backend"] == OURS and not options["disable_log_stats"]
             assert options["speculative_config"]["attention_backend"] == OURS
             self.rounds = 0
 
