@@ -217,15 +217,16 @@ def llm_options(arm: EngineArm, folder: Path) -> dict[str, Any]:
 
 
 def write_model(folder: Path, size: str, *, kind: str = "", with_draft: bool = False) -> Path:
-    """Write a model in the published layout: config.json, a tokenizer of one word, and random weights. kind: as in
-    vllm_arm.model_folder; with_draft: whether a target has its own draft's weights too."""
+    """Write a model in the published layout: config.json, a tokenizer with a word for each token, and random weights.
+    kind: as in vllm_arm.model_folder; with_draft: whether a target has its own draft's weights too."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
     config = json.loads(Path(vllm_arm.model_folder(size, kind=kind), "config.json").read_text())
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    Tokenizer(WordLevel({"word": 0}, unk_token="word")).save(str(folder / "tokenizer.json"))
+    words = {f"word{token}": token for token in range(config["vocab_size"])}
+    Tokenizer(WordLevel(words, unk_token="word0")).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     weights = weight_shapes(SimpleNamespace(**config), is_draft=bool(kind))
     if with_draft:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from benchmarks import random_model
 from scripts import engine_arm, vllm_arm
@@ -57,6 +58,14 @@ def test_every_tensor_of_random_model_differs(tiny: None, tmp_path: Path) -> Non
     first = {tuple(tensor.flatten()[:8].tolist()) for tensor in tensors if tensor.dim() == 2}
     assert len(first) == sum(tensor.dim() == 2 for tensor in tensors) == 2 + 2 * 7
     assert (tmp_path / "model/pytorch_model.bin").stat().st_size < 2 * (random_model._SPARE + 64 * 1000)
+
+
+def test_every_token_of_random_model_has_text(tiny: None, tmp_path: Path) -> None:
+    """LLM decodes the texts that are timed. Tokens without text take it longer than a published tokenizer's."""
+    folder = engine_arm.write_model(tmp_path / "model", "llama3-8b")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    last = vllm_arm.SIZES["llama3-8b"][5] - 1
+    assert tokenizer.decode([0, last]) == f"word0 word{last}"
 
 
 def test_settings_of_an_arm_reach_both_engines(tiny: None, tmp_path: Path) -> None:
