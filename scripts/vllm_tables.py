@@ -64,7 +64,7 @@ def engines(report: dict[str, Any]) -> str:
     requests, the second of decoding alone."""
     sizes = [row["requests"] for row in report["arms"][0]["rows"]]
     rows = []
-    for found in report["arms"]:
+    for found in sorted(report["arms"], key=_by_settings):
         arm, speeds = found["arm"], {row["requests"]: row for row in found["rows"]}
         model = DRAFTS[arm.get("kind", "eagle")] if arm["steps"] else "no draft"
         model += ", four layers of Qwen3.5" * (arm.get("size") == "qwen3.5")
@@ -79,6 +79,13 @@ def engines(report: dict[str, Any]) -> str:
         rows.append([settings, engine, *each, f"{median(found['prefill']['tokens_per_s']):,.0f}"])
     numbers = [*(f"{size} req." for size in sizes), "prompts"]
     return f"{source(report)}.\n\n{markdown_table(['settings', 'engine', *numbers], rows, numbers)}"
+
+
+def _by_settings(found: dict[str, Any]) -> tuple[Any, ...]:
+    """Sort engines with the same settings together, vLLM first."""
+    arm = found["arm"]
+    model = (arm.get("size", ""), bool(arm["steps"]), arm["weights"], arm["draft_weights"])
+    return (*model, bool(arm.get("models") or arm.get("head")), "vllm" not in found, arm["local_argmax"])
 
 
 def draft_times(reports: Sequence[dict[str, Any]]) -> str:

@@ -239,3 +239,23 @@ def test_validated_arms_are_compared_only_with_themselves() -> None:
 def test_vllm_report_without_timed_arms_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"vllm\.json has no timed arm"):
         vllm_tables.figures({**VLLM_REPORT, "arms": VLLM_REPORT["arms"][-1:]}, "vllm.json")
+
+
+def test_engines_with_the_same_settings_are_neighbours() -> None:
+    def whole(engine: str, **settings: object) -> dict[str, Any]:
+        plain = {"steps": 0, "weights": False, "draft_weights": False, "local_argmax": False}
+        row = {"requests": 1, "tokens_per_s": [1.0], "decode_tokens_per_s": [1.0]}
+        vllm = {} if engine == "LLM" else {"vllm": "0.33.0"}
+        return {"arm": {**plain, **settings}, "rows": [row], "prefill": {"tokens_per_s": [1.0]}, **vllm}
+
+    eagle, bits = {"steps": 7}, {"steps": 7, "draft_weights": True}
+    arms = [
+        *(whole("LLM", **bits), whole("LLM", **eagle), whole("LLM"), whole("vLLM", **eagle, models="draft")),
+        *(whole("vLLM", **bits, local_argmax=True), whole("vLLM"), whole("vLLM", **bits), whole("vLLM", **eagle)),
+    ]
+    report = {"env": VLLM_REPORT["env"], "arms": arms}
+    assert [line.split(" | ")[:2] for line in vllm_tables.engines(report).splitlines()[4:]] == [
+        ["| no draft", "vLLM 0.33.0"], ["| no draft", "`LLM`"], ["| EAGLE", "vLLM 0.33.0"], ["| EAGLE", "`LLM`"],
+        ["| EAGLE", "vLLM 0.33.0, our layers in: draft"], ["| EAGLE, draft in 8 bits", "vLLM 0.33.0"],
+        ["| EAGLE, draft in 8 bits, local argmax", "vLLM 0.33.0"], ["| EAGLE, draft in 8 bits", "`LLM`"],
+    ]  # fmt: skip

@@ -55,7 +55,7 @@ FIGURES = [
     ("h100/vllm.json", "[663.4,666.7,665.9]", "[663.4,686.7,675.9]", "676 / 6,739 (`FLASHINFER_IN_GRAPH`)"),
     ("h100/vllm.json", "[1070.4,1036.7,1064.7]", "[1070.4,1036.7,1067.7]", "1,068 / 15,382 (best of 3)"),
     ("h100/vllm.json", '"kept":1.8', '"kept":1.9', "1.9 of 3 in vLLM"),
-    ("h200/engines.json", "[6910.5,7032.6,6996.3]", "[6910.5,7032.6,7016.3]", "558 / 7,016 (`LLM`)"),
+    ("h200/engines.json", "[7095.6,7066.2,7111.8]", "[7116.4,7066.2,7111.8]", "581 / 7,112 (`LLM`)"),
     ("h100/bench-drafter.json", "15674.0", "8674.0", "8.7 ms"),
     ("h100/bench-llama3-8b-eagle-compiled.json", "3229.4", "3354.2", "3.35 / 3.95 ms (`torch.compile`"),
     ("h100/bench-llama3-8b-eagle-compiled.json", "3702.6", "3786.1", "3.07 / 3.79 ms"),
@@ -118,6 +118,9 @@ def test_llm_is_shown_beside_the_best_of_vllm(copy: Path) -> None:
     ]
     report = {"env": {"device": "NVIDIA H100 80GB", "date": "2026-11-29T00:00:00"}, "arms": arms}
     (copy / "reports/h200/engines.json").write_text(json.dumps(report))
+    older = [engine_arm(vllm, [203.0, 4432.0]), engine_arm(ours, [232.0, 4765.0]), engine_arm(ours | eagle, [1.0, 1.0])]
+    report = {"env": {"device": "NVIDIA H200", "date": "2026-11-28T00:00:00"}, "arms": older}
+    (copy / "reports/h200/engines-older.json").write_text(json.dumps(report))
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in readme.speeds(copy).splitlines()[2:6]]
     assert [row[3] for row in rows] == [
         f"{source}, `scripts/vllm_figures.py --engines`" for source in ("H200, 2026-11-28", *["H100, 2026-11-29"] * 3)
