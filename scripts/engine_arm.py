@@ -29,13 +29,13 @@ from scripts import vllm_arm
 from scripts.vllm_worker import weight_shapes
 
 VLLM, OURS, PLUGGED = "vLLM", "our engine, LLM", "vLLM with our linear layers"
-BACKEND = "FLASH_ATTN"
-"""vLLM's own choice for target and draft on Hopper."""
+OWN_HEADS = frozenset({"eagle3", "dflash"})
+"""Kinds of drafts of which vLLM rounds no head: those with a vocabulary of their own, and blocks."""
 CHANNELS = "fp8_per_channel"
 """vLLM's name for 8-bit weights with a scale for each output: what `weights="fp8"` is here."""
 WARM_UP = 32
 """New tokens of every request before decoding alone is timed, as in `bench throughput`."""
-DRAFTS = {"eagle": "EAGLE", "qwen3.5-mtp": "MTP"}
+DRAFTS = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "dflash": "DFlash", "mtp": "MTP", "qwen3.5-mtp": "MTP"}
 """Kinds of drafts, in words."""
 PREFILL_REQUESTS, PREFILL_TOKENS = 16, 1000
 MOST_KERNELS = 16
@@ -82,6 +82,9 @@ class EngineArm:
     def quantization(self, model: str) -> str | None:
         """Return vLLM's name for how a model, "draft" or "target", multiplies; None for its default."""
         rounded = self.draft_weights if model == "draft" else self.weights
+        if model == "draft" and self.kind == "mtp":
+            # vLLM builds this draft with the target's name.
+            return None
         if model in self.models.split():
             return ROUNDED if rounded else PLAIN
         return CHANNELS if rounded else None
@@ -276,14 +279,18 @@ class Theirs:
 
 def vllm_options(arm: EngineArm) -> dict[str, Any]:
     """Return the arguments of vllm.LLM: its defaults, compiled, on its own attention backends."""
-    draft = BACKEND if arm.steps else ""
-    same = vllm_arm.Arm(draft, arm.steps, arm.size, arm.kept, compiled=True, requests=arm.requests, kind=arm.kind)
-    options = vllm_arm.engine_options(same)
+    same = vllm_arm.Arm(
+        "", arm.steps, arm.size, arm.kept, compiled="deepseek" not in arm.size, requests=arm.requests, kind=arm.kind
+    )
+    # The draft's attention is the target's.
+    options = vllm_arm.engine_options(replace(same, draft=same.target if arm.steps else ""))
     options |= _given(quantization=arm.quantization("target"))
     if arm.steps:
         options["speculative_config"] |= _given(
             quantization=arm.quantization("draft"),
-            draft_lm_head_quantization="fp8" if arm.draft_weights and not arm.head else None,
+            draft_lm_head_quantization="fp8"
+            if arm.draft_weights and not arm.head and arm.kind not in OWN_HEADS
+            else None,
             use_local_argmax_reduction=arm.local_argmax or bool(arm.head) or None,
         )
     return options
@@ -299,7 +306,7 @@ def _tokens(prompt: list[int]) -> Any:
 
 def engine_arms() -> list[EngineArm]:
     """Return the arms, the most telling first: each of ours after vLLM's of the same settings, vLLM's further option
-    for its best drafts, both engines over a hybrid target, then vLLM with our linear layers."""
+    for its best drafts, both engines over a hybrid target, vLLM with our linear layers, then drafts of other kinds."""
     drafted, bits = {"steps": 7, "kept": 3.2}, {"weights": True, "draft_weights": True}
     settings: list[dict[str, Any]] = [
         {}, drafted, drafted | {"draft_weights": True}, drafted | bits, {"weights": True}, drafted | {"weights": True},
@@ -309,7 +316,7 @@ def engine_arms() -> list[EngineArm]:
     hybrid = [replace(each, size="qwen3.5", kind="qwen3.5-mtp") for each in arms[:4]]
     hybrid = [replace(each, steps=3, kept=1.8) if each.steps else each for each in hybrid]
     further = (replace(each, local_argmax=True) for each in best)
-    return [*arms, *further, *hybrid, *_plugged_arms(drafted, bits)]
+    return [*arms, *further, *hybrid, *_plugged_arms(drafted, bits), *_other_drafts()]
 
 
 def _plugged_arms(drafted: dict[str, Any], bits: dict[str, Any]) -> Iterator[EngineArm]:
@@ -324,6 +331,19 @@ def _plugged_arms(drafted: dict[str, Any], bits: dict[str, Any]) -> Iterator[Eng
         drafted | bits | both, {"models": "target"}, {"weights": True, "models": "target"},
     ):  # fmt: skip
         yield EngineArm(engine=PLUGGED, **settings)
+
+
+def _other_drafts() -> Iterator[EngineArm]:
+    """Yield vLLM's best own options and our layers and heads for drafts other than EAGLE."""
+    bits: dict[str, Any] = {"draft_weights": True}
+    eagle3 = EngineArm(engine=VLLM, kind="eagle3", size="qwen3-8b", steps=7, kept=3.2)
+    dflash = replace(eagle3, kind="dflash", steps=15, kept=5.0)
+    mtp = EngineArm(engine=VLLM, kind="mtp", size="deepseek-v3-shard", steps=3, kept=1.8)
+    yield from (eagle3, replace(eagle3, local_argmax=True), replace(eagle3, local_argmax=True, **bits))
+    yield from (dflash, replace(dflash, **bits), mtp, replace(mtp, **bits))
+    for arm, models in ((eagle3, "draft"), (dflash, "draft"), (mtp, "")):
+        ours = replace(arm, engine=PLUGGED, models=models)
+        yield from (replace(ours, head="16"), replace(ours, head="fp8", **bits))
 
 
 def engine_problems(found: Sequence[Mapping[str, Any]]) -> list[str]:

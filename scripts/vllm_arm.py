@@ -72,10 +72,12 @@ FAMILIES = {
 }
 """Configuration of each family of models."""
 KINDS = {
-    "eagle": "EagleLlamaForCausalLM", "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "mtp": "",
-    "qwen3.5-mtp": "",
+    "eagle": "EagleLlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3", "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel", "mtp": "", "qwen3.5-mtp": "",
 }  # fmt: skip
 """Kinds of drafts and their architectures. DFlash and DFlash2 propose a block; an MTP layer is part of its target."""
+DRAFT_VOCAB = 32000
+"""Tokens that an EAGLE-3 draft can propose, as published; in a model with fewer, an eighth of its own."""
 BLOCK_LAYERS = 5
 """Layers of a block draft, and target layers whose states it reads."""
 DFLASH2 = {
@@ -181,6 +183,9 @@ def _draft_config(kind: str, vocab: int, layers: int) -> dict[str, Any]:
     """Return the entries in which a draft's configuration differs from its target's."""
     if kind == "eagle":
         return {"architectures": [KINDS[kind]], "num_hidden_layers": 1}
+    if kind == "eagle3":
+        own = DRAFT_VOCAB if vocab > DRAFT_VOCAB else vocab // 8
+        return {"architectures": [KINDS[kind]], "model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": own}
     read = [1 + at * (layers - 4) // (BLOCK_LAYERS - 1) for at in range(BLOCK_LAYERS)]
     config = {
         "architectures": [KINDS[kind]], "num_hidden_layers": BLOCK_LAYERS, "block_size": 16,

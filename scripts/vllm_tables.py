@@ -57,6 +57,12 @@ def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
 
 _OUR_PARTS = {"models": "our layers in", "head": "our draft head"}
 """What vLLM runs of ours in an arm of whole engines, by the arm's field."""
+_OTHER_MODELS = {
+    "qwen3.5": ", four layers of Qwen3.5",
+    "qwen3-8b": ", 8B Qwen3",
+    "deepseek-v3-shard": ", one GPU's eighth of four layers of DeepSeek-V3",
+}
+"""Models of whole engines that are not the 8B Llama, by size."""
 
 
 def engines(report: dict[str, Any]) -> str:
@@ -67,7 +73,7 @@ def engines(report: dict[str, Any]) -> str:
     for found in sorted(report["arms"], key=_by_settings):
         arm, speeds = found["arm"], {row["requests"]: row for row in found["rows"]}
         model = DRAFTS[arm.get("kind", "eagle")] if arm["steps"] else "no draft"
-        model += ", four layers of Qwen3.5" * (arm.get("size") == "qwen3.5")
+        model += _OTHER_MODELS.get(arm.get("size", ""), "")
         options = {"draft in 8 bits": "draft_weights", "target in 8 bits": "weights", "local argmax": "local_argmax"}
         settings = ", ".join([model, *(name for name, field in options.items() if arm[field])])
         each = [

@@ -21,8 +21,9 @@ SHARPNESS = 2.0
 def random_weights(
     config: Any, *, is_draft: bool, seed: int, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the whole checkpoint of a Llama, Qwen3, Qwen3.5 or DeepSeek-V3, or of its EAGLE, DFlash, DFlash2 or MTP
-    draft, which shares embedding and head: identical on every rank.
+    """Yield the whole checkpoint of a Llama, Qwen3, Qwen3.5 or DeepSeek-V3, or of its EAGLE, EAGLE-3, DFlash, DFlash2
+    or MTP draft, which shares embedding and, but for EAGLE-3, head: identical on every rank. An EAGLE-3 draft proposes
+    the first tokens of the vocabulary.
 
     config: in transformers' form, with hidden_size, intermediate_size, vocab_size, num_hidden_layers, head_dim and the
     numbers of heads.
@@ -173,6 +174,8 @@ def _mlp_weights(name: str, hidden: int, wide: int) -> dict[str, Weight]:
 
 def _draft_weights(config: Any) -> dict[str, Weight]:
     hidden, block = config.hidden_size, getattr(config, "dflash_config", None)
+    if (own_vocab := getattr(config, "draft_vocab_size", None)) is not None:
+        return _eagle3_weights(config, own_vocab)
     states = len(block["target_layer_ids"]) if block else 2
     weights: dict[str, Weight] = {"fc.weight": ((hidden, states * hidden), 1.0)}
     if block:
@@ -187,6 +190,21 @@ def _draft_weights(config: Any) -> dict[str, Weight]:
             del layer["input_layernorm.weight"]
         weights |= {f"layers.{at}.{name}": weight for name, weight in layer.items()}
     return weights
+
+
+def _eagle3_weights(config: Any, own_vocab: int) -> dict[str, Weight]:
+    """Return the weights of a layer that reads a token's embedding beside a sum of three of the target's states."""
+    hidden, layer = config.hidden_size, _layer_weights(config, has_head_norms=False)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        (rows, _), spread = layer[f"self_attn.{name}.weight"]
+        layer[f"self_attn.{name}.weight"] = ((rows, 2 * hidden), spread)
+    return {
+        "fc.weight": ((hidden, 3 * hidden), 1.0),
+        "norm.weight": ((hidden,), 1.0),
+        "lm_head.weight": ((own_vocab, hidden), 1.0),
+        "midlayer.hidden_norm.weight": ((hidden,), 1.0),
+        **{f"midlayer.{name}": weight for name, weight in layer.items()},
+    }
 
 
 def _layer_weights(config: Any, *, has_head_norms: bool) -> dict[str, Weight]:

@@ -4,10 +4,11 @@ import inspect
 import sys
 
 import pytest
+import torch
 
 from engine_kits.kernels import stand_in_for
 from scripts import context_arm, engine_arm, vllm_arm
-from tests.engines.vllm_runner import DIM, HEADS, KV_HEADS, NEEDS_VLLM
+from tests.engines.vllm_runner import DIM, HEADS, KV_HEADS, NEEDS_VLLM, default_dtype, weights_left
 
 pytestmark = NEEDS_VLLM
 THEIRS = [arm for arm in engine_arm.engine_arms() if arm.kind == "eagle" and arm.engine != engine_arm.OURS]
@@ -40,6 +41,26 @@ def test_vllm_takes_options_of_arm(arm, tiny):
     assert draft.use_local_argmax_reduction is (arm.local_argmax or bool(arm.head))
     assert draft.draft_sample_method == "greedy"
     assert hasattr(llama_eagle.EagleLlamaForCausalLM, "get_top_tokens"), "local argmax needs it"
+
+
+def test_weights_of_eagle3_arm_fill_vllm_draft(tiny, monkeypatch):
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import llama_eagle3, qwen3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", qwen3.Qwen3ForCausalLM)
+    ModelRegistry.register_model("LlamaForCausalLMEagle3", llama_eagle3.Eagle3LlamaForCausalLM)
+    monkeypatch.setitem(vllm_arm.SIZES, "qwen3-8b", (64, 96, HEADS, KV_HEADS, DIM, 1024, 8))
+    [plain, _, fastest, *_] = [arm for arm in engine_arm.engine_arms() if arm.kind == "eagle3"]
+    for arm in (fastest, plain):
+        config = EngineArgs(**engine_arm.vllm_options(arm)).create_engine_config()
+        assert config.speculative_config.draft_model_config.quantization == arm.quantization("draft")
+    with set_current_vllm_config(config), default_dtype(torch.bfloat16):
+        model = initialize_model(config, model_config=config.speculative_config.draft_model_config, prefix="draft")
+    assert model.lm_head.weight.shape == (128, 64), "it has a vocabulary of its own"
+    assert weights_left(model, is_draft=True) == {"model.embed_tokens.weight", "draft_id_to_target_id"}
 
 
 CONTEXTS = [arm for arm in context_arm.context_arms() if arm.size == "llama3-8b" and arm.target.startswith("FLASH_A")]

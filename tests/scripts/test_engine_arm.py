@@ -78,6 +78,11 @@ def test_settings_of_an_arm_reach_both_engines(tiny: None, tmp_path: Path) -> No
         "num_speculative_tokens": 7, "quantization": "fp8_per_channel", "draft_lm_head_quantization": "fp8",
         "use_local_argmax_reduction": True, "synthetic_acceptance_length": 4.2,
     }.items()  # fmt: skip
+    for arm in engine_arms():
+        draft = engine_arm.vllm_options(arm).get("speculative_config", {})
+        rounds_head = arm.draft_weights and not arm.head and arm.kind not in ("eagle3", "dflash")
+        assert ("draft_lm_head_quantization" in draft) is rounds_head
+        assert ("quantization" in draft) is (arm.kind != "mtp" and (arm.draft_weights or "draft" in arm.models))
     plain = engine_arm.vllm_options(EngineArm(engine=VLLM))
     assert not {"quantization", "speculative_config"} & plain.keys()
 
@@ -87,11 +92,12 @@ def test_each_of_our_arms_has_one_of_vllm() -> None:
     ours = [arm for arm in arms if arm.engine == OURS]
     assert len({arm.name for arm in arms}) == len(arms) and len(ours) == 8
     theirs = {arm for arm in arms if arm.engine == VLLM and not arm.local_argmax}
-    assert {replace(arm, engine=VLLM) for arm in ours} == theirs
+    compared = {arm for arm in theirs if arm.kind in ("eagle", "qwen3.5-mtp")}
+    assert {replace(arm, engine=VLLM) for arm in ours} == compared
     plugged = [arm for arm in arms if arm.engine == PLUGGED]
     assert {replace(arm, engine=VLLM, models="", head="") for arm in plugged} == {
-        arm for arm in theirs if arm.kind == "eagle"
-    }
+        arm for arm in theirs if arm.kind not in ("qwen3.5-mtp", "eagle3")
+    } | {replace(arm, local_argmax=False) for arm in arms if arm.kind == "eagle3" and arm.engine == VLLM}
     assert all(arm.models or arm.head for arm in plugged)
 
 

@@ -522,10 +522,13 @@ def test_graph_is_captured_for_every_timed_count():
 
 def test_speculative_config_names_draft_method():
     assert {engine_options(Arm(BASE, 7, kind=kind))["speculative_config"]["method"] for kind in BLOCKS} == {"dflash"}
-    assert engine_options(Arm(BASE, 7))["speculative_config"]["method"] == "eagle"
+    for kind in ("eagle", "eagle3"):
+        assert engine_options(Arm(BASE, 7, kind=kind))["speculative_config"]["method"] == kind
     mtp = engine_options(Arm(LATENT.base, 3, "deepseek-small", kind="mtp"))
     assert mtp["speculative_config"]["method"] == "mtp" and mtp["attention_config"] == {"backend": "FLASH_ATTN_MLA"}
-    assert "model" not in mtp["speculative_config"] and set(KINDS) == {"eagle", *BLOCKS, "mtp", "qwen3.5-mtp"}
+    assert "model" not in mtp["speculative_config"] and set(KINDS) == {
+        *("eagle", "eagle3", *BLOCKS, "mtp", "qwen3.5-mtp")
+    }
 
 
 @pytest.mark.outside_inference_mode
