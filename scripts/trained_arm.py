@@ -1,5 +1,5 @@
-"""Serve a trained model with its draft in vLLM on one attention backend: python scripts/trained_arm.py ARM FILE, with a
-TrainedArm as JSON. See vllm_figures.py."""
+"""Serve a trained model with its draft in vLLM, on one attention backend and with one way to read the draft: python
+scripts/trained_arm.py ARM FILE, with a TrainedArm as JSON. See vllm_figures.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from attn_backends.engines.vllm.names import DRAFT_HEAD, PLAIN, ROUNDED
 from scripts import vllm_arm
 
 BASE = "FLASH_ATTN"
 BACKENDS = (BASE, "FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED", "ATTN_BACKENDS_FLASH_ATTN3", "TRITON_ATTN")
 """vLLM's own on Hopper, ours, and another of vLLM's: how far that one differs is the effect of rounding."""
+READS = (("", ""), (PLAIN, "16"), ("fp8_per_channel", ""), (ROUNDED, "fp8"))
+"""How the draft of BASE multiplies and reads its head: vLLM's default and ours, in 16 and in 8 bits."""
 STEPS, NEW_TOKENS = 4, 192
 TEMPERATURES = (0.0, 1.0)
 TIE = 0.25
@@ -35,9 +38,17 @@ QUESTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedArm:
-    """One engine. backend: the attention backend of target and draft. target, draft: folders in the project's."""
+    """One engine.
+
+    backend        the attention backend of target and draft
+    linears        vLLM's name for how the draft multiplies; empty: its default
+    head           how the draft reads its head, in the words of DRAFT_HEAD; empty: as vLLM does
+    target, draft  folders in the project's
+    """
 
     backend: str
+    linears: str = ""
+    head: str = ""
     target: str = "build/smollm2"
     draft: str = "examples/smollm2/draft"
 
@@ -47,12 +58,13 @@ class TrainedArm:
 
     @property
     def name(self) -> str:
-        return f"trained {Path(self.target).name} {self.backend}"
+        reads = f" draft {self.linears}" * bool(self.linears) + f" head {self.head}" * bool(self.head)
+        return f"trained {Path(self.target).name} {self.backend}{reads}"
 
 
 def measure(arm: TrainedArm) -> dict[str, Any]:
     """Return a row for each temperature: the texts, how sure the target is of each token, and the drafts kept."""
-    os.environ.update({**vllm_arm.ENVIRONMENT, vllm_arm.VALIDATE: "1"})
+    os.environ.update({**vllm_arm.ENVIRONMENT, vllm_arm.VALIDATE: "1", DRAFT_HEAD: arm.head})
     import vllm
 
     llm = vllm.LLM(**engine_options(arm))
@@ -78,6 +90,7 @@ def measure(arm: TrainedArm) -> dict[str, Any]:
 def engine_options(arm: TrainedArm) -> dict[str, Any]:
     """Return the arguments of vllm.LLM."""
     root = vllm_arm.ROOT
+    reads = {"quantization": arm.linears} if arm.linears else {}
     return {
         "model": str(root / arm.target), "dtype": "bfloat16", "seed": 0, "max_model_len": 1024, "max_num_seqs": 16,
         "gpu_memory_utilization": 0.3, "enable_prefix_caching": False, "disable_log_stats": False,
@@ -85,7 +98,7 @@ def engine_options(arm: TrainedArm) -> dict[str, Any]:
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         "speculative_config": {
             "method": "eagle3", "model": str(root / arm.draft), "num_speculative_tokens": STEPS,
-            "attention_backend": arm.backend,
+            "attention_backend": arm.backend, "use_local_argmax_reduction": bool(arm.head), **reads,
         },
     }  # fmt: skip
 
@@ -105,18 +118,20 @@ def _margin(token: Mapping[int, Any]) -> float:
 
 
 def trained_arms() -> list[TrainedArm]:
-    """Return an arm for each backend, the one that the others are compared with first."""
-    return [TrainedArm(backend=backend) for backend in BACKENDS]
+    """Return an arm for each backend, the one that the others are compared with first, then one for each other way to
+    read the draft."""
+    backends = [TrainedArm(backend=backend) for backend in BACKENDS]
+    return [*backends, *(TrainedArm(backend=BASE, linears=linears, head=head) for linears, head in READS[1:])]
 
 
 def trained_agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Compare each arm's rows with BASE's: the ratio of drafts kept, and of greedy texts how many are equal and the
     margin of BASE's token where each other text leaves it."""
-    bases = [each for each in found if each["arm"]["backend"] == BASE and each["rows"]]
+    bases = [each for each in found if each["rows"] and _is_base(each["arm"])]
     compared = []
     for each in found if bases else ():
         for base, row in zip(bases[0]["rows"], each["rows"], strict=False):
-            cell = {"backend": each["arm"]["backend"], "temperature": row["temperature"], "kept": row["kept"]}
+            cell = {"arm": each["arm"]["name"], "temperature": row["temperature"], "kept": row["kept"]}
             cell["kept_ratio"] = round(row["kept"] / base["kept"], 3) if base["kept"] else 0.0
             if not row["temperature"]:
                 texts = zip(base["texts"], row["texts"], base["margins"], strict=True)
@@ -124,6 +139,10 @@ def trained_agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
                 cell |= {"texts": len(base["texts"]), "equal_texts": len(base["texts"]) - len(left), "margins": left}
             compared.append(cell)
     return compared
+
+
+def _is_base(arm: Mapping[str, Any]) -> bool:
+    return bool(arm["backend"] == BASE and not arm["linears"] and not arm["head"])
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
@@ -137,7 +156,7 @@ def trained_problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapp
     where its token was no near tie."""
     messages = vllm_arm.failures(found)
     for row in compared:
-        where = f"{row['backend']}, temperature {row['temperature']:g}"
+        where = f"{row['arm']}, temperature {row['temperature']:g}"
         if abs(row["kept_ratio"] - 1) > NOISE:
             messages.append(f"{where}: keeps {row['kept_ratio']:g} of the drafts that {BASE} keeps")
         wide = [margin for margin in row.get("margins", ()) if margin > TIE]

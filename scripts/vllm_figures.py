@@ -32,8 +32,9 @@ stands in for those cards: it is the same code, on another chip. Its PTX is comp
 minutes once; keep CUDA_CACHE_PATH.
 
 With --trained, SmolLM2, which `make smollm2` fetches, answers questions with its own draft, greedily and at temperature
-1, on each backend: see trained_arm.py. Fails if a backend keeps other numbers of drafts than chance explains, or if a
-greedy text leaves that of FLASH_ATTN where its token was no near tie.
+1, on each backend, and with the draft read by vLLM's layers and by ours, in 16 and in 8 bits: see trained_arm.py. Fails
+if one keeps other numbers of drafts than chance explains, or if a greedy text leaves that of FLASH_ATTN where its token
+was no near tie.
 """
 
 from __future__ import annotations

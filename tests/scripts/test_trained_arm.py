@@ -15,11 +15,12 @@ from tests.stand_in_modules import install_module
 OURS = "FLASHINFER_IN_GRAPH"
 
 
-def arm(backend: str, kept: float = 2.0, texts: Any = ((1, 2, 3), (4, 5))) -> dict[str, Any]:
+def arm(backend: str, kept: float = 2.0, texts: Any = ((1, 2, 3), (4, 5)), **reads: str) -> dict[str, Any]:
     """An arm's result, whose target is sure of all tokens but the second of each text."""
     row = {"kept": kept, "texts": [list(text) for text in texts], "margins": [[5.0, 0.1, 5.0], [5.0, 0.1]]}
     rows = [row | {"temperature": temperature} for temperature in (0.0, 1.0)]
-    return {"arm": {"backend": backend, "name": backend}, "rows": rows, "exit_status": 0}
+    of = {"backend": backend, "linears": "", "head": "", "name": " ".join((backend, *reads.values())), **reads}
+    return {"arm": of, "rows": rows, "exit_status": 0}
 
 
 def said(*found: dict[str, Any]) -> list[str]:
@@ -31,7 +32,7 @@ def test_near_tie_and_chance_are_no_problems() -> None:
     assert said(arm(BASE), other) == []
     greedy, drawn = trained_agreement([arm(BASE), other])[2:]
     assert greedy == {
-        "backend": OURS, "temperature": 0.0, "kept": 2.1, "kept_ratio": 1.05, "texts": 2, "equal_texts": 1,
+        "arm": OURS, "temperature": 0.0, "kept": 2.1, "kept_ratio": 1.05, "texts": 2, "equal_texts": 1,
         "margins": [0.1],
     }  # fmt: skip
     assert "texts" not in drawn and drawn["temperature"] == 1.0
@@ -48,6 +49,22 @@ def test_near_tie_and_chance_are_no_problems() -> None:
 def test_other_text_or_drafts_are_problems(change: dict[str, Any], problem: str | None) -> None:
     found = said(arm(BASE), arm(OURS, **change))
     assert (problem in found) if problem else found == []
+
+
+def test_drafts_in_8_bits_are_compared_with_those_in_16() -> None:
+    narrow = arm(BASE, kept=1.5, head="fp8")
+    assert said(narrow, arm(BASE)) == [
+        f"{BASE} fp8, temperature {t}: keeps 0.75 of the drafts that {BASE} keeps" for t in (0, 1)
+    ]
+
+
+def test_each_way_to_read_a_draft_reaches_vllm() -> None:
+    read = {}
+    for each in trained_arms():
+        draft = trained_arm.engine_options(each)["speculative_config"]
+        read[each.backend, each.head] = (draft.get("quantization"), draft["use_local_argmax_reduction"])
+    assert read[BASE, "16"] == ("attn_backends", True) and read[BASE, "fp8"] == ("attn_backends_fp8", True)
+    assert read[OURS, ""] == (None, False)
 
 
 def test_failed_arm_is_a_problem() -> None:
@@ -82,5 +99,5 @@ def test_texts_margins_and_kept_drafts_are_recorded(monkeypatch: pytest.MonkeyPa
 
 def test_arms_are_vllms_default_and_ours() -> None:
     arms = trained_arms()
-    assert arms[0].backend == BASE and len({each.name for each in arms}) == len(arms) == 5
+    assert arms[0].backend == BASE and len({each.name for each in arms}) == len(arms) == 8
     assert Path(trained_arm.vllm_arm.ROOT, arms[0].draft, "config.json").exists()
