@@ -39,7 +39,7 @@ DRAFTS = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "dflash": "DFlash", "mtp": "MTP
 """Kinds of drafts, in words."""
 PREFILL_REQUESTS, PREFILL_TOKENS = 16, 1000
 MOST_KERNELS = 16
-"""Kernels that the profile names: of the prompts, and of WARM_UP new tokens of the fewest requests."""
+"""Kernels that a profile names: of the prompts, and of whole requests, the fewest and the most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +130,15 @@ def measure(arm: EngineArm) -> dict[str, Any]:
     prefill: dict[str, Any] = {"requests": len(prompts), "prompt_tokens": tokens, "tokens_per_s": speeds}
     if torch.cuda.is_available():
         prefill |= largest_kernels(lambda: engine.generate(prompts, 1), MOST_KERNELS)
-        few = [prompt["prompt_token_ids"] for prompt in vllm_arm.prompts(arm.requests[0], vocab)]
-        rows[0] |= largest_kernels(lambda: engine.generate(few, WARM_UP), MOST_KERNELS)
+        for at in (0, -1):
+            rows[at] |= profile_of_requests(engine, arm.requests[at], vocab)
     return {**engine.about, "up_s": up_s, "rows": rows, "prefill": prefill}
+
+
+def profile_of_requests(engine: Engine, requests: int, vocab: int) -> dict[str, object]:
+    """Return where the device's time goes while it serves so many whole requests."""
+    prompts = [prompt["prompt_token_ids"] for prompt in vllm_arm.prompts(requests, vocab)]
+    return largest_kernels(lambda: engine.generate(prompts, vllm_arm.NEW_TOKENS), MOST_KERNELS)
 
 
 def whole_seconds(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> list[float]:

@@ -101,6 +101,14 @@ def test_each_of_our_arms_has_one_of_vllm() -> None:
     assert all(arm.models or arm.head for arm in plugged)
 
 
+def test_profile_is_of_whole_requests(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    generated: list[tuple[int, int]] = []
+    engine: Any = SimpleNamespace(generate=lambda prompts, new_tokens: generated.append((len(prompts), new_tokens)))
+    monkeypatch.setattr(engine_arm, "largest_kernels", lambda call, most: {"kernels": most, "found": call()})
+    found = engine_arm.profile_of_requests(engine, 3, VOCAB)
+    assert found["kernels"] == engine_arm.MOST_KERNELS and generated == [(3, vllm_arm.NEW_TOKENS)]
+
+
 @dataclass
 class Scripted:
     """An engine whose requests have these new tokens after each step; a step takes a second."""
