@@ -121,7 +121,7 @@ def draft_of(heads, config, value):
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    heads.register(HeadChoice.of(value))
+    heads.register(value)
     of = config.speculative_config
     config = of.apply_draft_overrides(config)
     with set_current_vllm_config(config), default_dtype(torch.bfloat16):
@@ -228,9 +228,11 @@ def test_each_module_of_an_mtp_draft_has_its_norm_and_head(heads, config):
         def __init__(self, *, vllm_config, prefix=""):
             super().__init__()
             layers = {at: Shared(head=make_head(seed=at), factor=at - 4.5) for at in (4, 5)}
-            self.model = SimpleNamespace(layers={at: SimpleNamespace(shared_head=layer) for at, layer in layers.items()})
+            self.model = SimpleNamespace(
+                layers={at: SimpleNamespace(shared_head=layer) for at, layer in layers.items()}
+            )
 
-    heads.register(HeadChoice.of("fp8"))
+    heads.register("fp8")
     draft = type("Draft", (heads.MtpTopTokensDraft, Base), {})(vllm_config=config)
     x, ids = states(9), torch.arange(VOCAB)
     for step in range(3):
@@ -325,7 +327,8 @@ def test_what_excludes_the_heads_is_refused(choice, path, value, reason, heads, 
     elif path:
         *places, option = path.split(".")
         monkeypatch.setattr(reduce(getattr, places, config), option, value, raising=False)
-    choice = choice.replace("FILE", str(file_of(tmp_path))).replace("BIG", str(file_of(tmp_path, [1, VOCAB], "big.json")))
+    for name, ids in (("FILE", KEPT), ("BIG", [1, VOCAB])):
+        choice = choice.replace(name, str(file_of(tmp_path, ids, f"{name}.json")))
     message = f"does not serve this draft, so vLLM was not started:\n- .*{reason}.*\\.$"
     with pytest.raises(ValueError, match=message) if reason else nullcontext():
         heads.require_served(config, HeadChoice.of(choice))
@@ -333,7 +336,7 @@ def test_what_excludes_the_heads_is_refused(choice, path, value, reason, heads, 
 
 def test_every_reason_has_a_line(heads, config):
     config.speculative_config.draft_sample_method, config.lora_config = "probabilistic", object()
-    with pytest.raises(ValueError, match="started:\n- draft_sample_method .*\n- LoRA "):
+    with pytest.raises(ValueError, match=r"started:\n- draft_sample_method .*\n- LoRA "):
         heads.require_served(config, HeadChoice.of("16"))
 
 

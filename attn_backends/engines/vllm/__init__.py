@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_backends.engines.vllm.compat import registry
-from attn_backends.engines.vllm.head_choice import chosen
+from attn_backends.engines.vllm.names import DRAFT_HEAD
 from attn_backends.engines.vllm.names import NAMES as NAMES
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -38,20 +38,23 @@ def register() -> None:
         state_validator.install()
     _register_names()
     _register_quantizations()
-    if choice := chosen():
+    if value := os.environ.get(DRAFT_HEAD):
         from attn_backends.engines.vllm import draft_heads
 
-        draft_heads.register(choice)
+        draft_heads.register(value)
 
 
 def refused_variable() -> str:
     """Return what is wrong with VALIDATE or DRAFT_HEAD, and what to do; empty if nothing is."""
     if (value := os.environ.get(VALIDATE, "0")) not in ("0", "1"):
         return f"{VALIDATE} must be 0 or 1, got {value!r}. Set it to 1 to compare draft metadata."
-    try:
-        chosen()
-    except ValueError as error:
-        return str(error)
+    if choice := os.environ.get(DRAFT_HEAD):
+        from attn_backends.engines.vllm.head_choice import HeadChoice
+
+        try:
+            HeadChoice.of(choice)
+        except ValueError as error:
+            return str(error)
     return ""
 
 

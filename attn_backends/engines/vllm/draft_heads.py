@@ -47,9 +47,9 @@ COPY = "attn_backends"
 _log = init_logger("vllm.attn_backends")
 
 
-def register(choice: HeadChoice) -> None:
-    """Let vLLM make our subclasses of its drafts."""
-    TopTokensDraft.choice = choice
+def register(value: str) -> None:
+    """Let vLLM make our subclasses of its drafts. value: DRAFT_HEAD's. Raises ValueError as `HeadChoice.of` does."""
+    TopTokensDraft.choice = choice = HeadChoice.of(value)
     LM_HEAD_METHODS[COPY] = partial(HeadCopy, choice)
     for architecture, title in ARCHITECTURES.items():
         ModelRegistry.register_model(architecture, f"{__name__}:{title}")
@@ -136,7 +136,8 @@ class HeadCopy(OnlineLinearBase):
         replace_parameter(layer, "weight", weight)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        raise NotImplementedError("only HeadReader reads a copy")
+        """Raise NotImplementedError: only a `HeadReader` reads a copy."""
+        raise NotImplementedError
 
 
 class HeadReader(NamedTuple):

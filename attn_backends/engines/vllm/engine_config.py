@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from attn_backends.engines.vllm.compat import EngineArgs
-from attn_backends.engines.vllm.head_choice import chosen
 from attn_backends.engines.vllm.hooks import wrap
-from attn_backends.engines.vllm.names import PLAIN, ROUNDED
+from attn_backends.engines.vllm.names import DRAFT_HEAD, PLAIN, ROUNDED
 
 OWN_MTP = ("Gemma4MTPModel", "NemotronHMTPModel", "Qwen4ExpMTP", "Step3p5MTP")
 """MTP drafts that have a quantization of their own; all others have the target's."""
@@ -26,10 +26,11 @@ def install() -> None:
 def _checked(_: None, make: Callable[[], Any], __: Any) -> Any:
     config = make()
     require_effect(config)
-    if choice := chosen():
+    if value := os.environ.get(DRAFT_HEAD):
         from attn_backends.engines.vllm.draft_heads import require_served
+        from attn_backends.engines.vllm.head_choice import HeadChoice
 
-        require_served(config, choice)
+        require_served(config, HeadChoice.of(value))
     return config
 
 

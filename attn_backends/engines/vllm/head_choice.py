@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,12 +40,6 @@ class HeadChoice(NamedTuple):
     def copies(self) -> bool:
         """Whether the draft reads a copy of its head."""
         return self.rounds or self.ids is not None
-
-
-def chosen() -> HeadChoice | None:
-    """Return the choice of this process, None for none. Raises ValueError as `HeadChoice.of` does."""
-    value = os.environ.get(DRAFT_HEAD)
-    return HeadChoice.of(value) if value else None
 
 
 def _token_ids(path: Path) -> tuple[int, ...]:
