@@ -177,6 +177,7 @@ def test_a_draft_proposes_only_tokens_of_the_file(bits, name, heads, config, tmp
     assert is_shared is (value == "16")
 
 
+@pytest.mark.outside_inference_mode
 @pytest.mark.parametrize("value", ["16", "fp8", "16:FILE", "fp8:FILE"])
 @pytest.mark.parametrize("model", ["target", "draft"])
 def test_a_head_follows_reloaded_weights_where_graphs_read_it(model, value, heads, config, tmp_path):
@@ -414,6 +415,12 @@ def test_a_quantization_that_vllm_ignores_is_refused(name, configure):
     configure(MTP, options={"quantization": name})
     with pytest.raises(ValueError, match=rf"'{name}' .* no effect on DeepSeekMTPModel, .* Leave it out, or choose it"):
         configure(MTP, quantization=name)
+
+
+@pytest.mark.parametrize(("target", "draft"), [(PLAIN, None), (None, PLAIN)])
+def test_a_quantization_refuses_options_before_weights_load(target, draft, configure):
+    with pytest.raises(ValueError, match=r"'attn_backends' does not serve these options, .*\n- LoRA is on"):
+        configure(options={"enable_lora": True, "quantization": target}, quantization=draft)
 
 
 def test_vllms_classes_read_the_quantization_that_is_expected(vllm_inside):

@@ -26,6 +26,11 @@ def install() -> None:
 def _checked(_: None, make: Callable[[], Any], __: Any) -> Any:
     config = make()
     require_effect(config)
+    draft = config.speculative_config
+    for name in {config.model_config.quantization, draft and draft.quantization} & {PLAIN, ROUNDED}:
+        from attn_backends.engines.vllm import linear_methods
+
+        linear_methods.require_served(config, name)
     if value := os.environ.get(DRAFT_HEAD):
         from attn_backends.engines.vllm.draft_heads import require_served
         from attn_backends.engines.vllm.head_choice import HeadChoice

@@ -32,8 +32,7 @@ def method_of(layer: torch.nn.Module, name: str) -> Any:
     """Return the method of a layer, None for layers that are neither linear nor an output projection. A layer whose
     weights do not have 16 bits, such as a router in fp32, keeps vLLM's. name: PLAIN or ROUNDED. Raises ValueError for
     options that our kernels do not serve."""
-    if reasons := option_reasons(get_current_vllm_config()):
-        raise ValueError(not_started(f"quantization {name!r} does not serve these options", reasons))
+    require_served(get_current_vllm_config(), name)
     if isinstance(layer, LinearBase):
         if layer.params_dtype not in READING:
             return UnquantizedLinearMethod()
@@ -45,8 +44,8 @@ def method_of(layer: torch.nn.Module, name: str) -> Any:
     return None
 
 
-def option_reasons(config: Any) -> list[str]:
-    """List the options of a VllmConfig, and what to do, that our kernels do not serve."""
+def require_served(config: Any, name: str) -> None:
+    """Raise ValueError, with what to do, for options of a VllmConfig that our kernels do not serve."""
     backend = config.kernel_config.linear_backend
     reasons = {
         "the device is no CUDA GPU, and the kernels run on nothing else. Leave the quantization out.": (
@@ -56,7 +55,8 @@ def option_reasons(config: Any) -> list[str]:
         "VLLM_BATCH_INVARIANT is set, and its sums depend on the number of rows. Unset it.": envs.VLLM_BATCH_INVARIANT,
         f"--linear-backend is {backend}, and it chooses the kernels itself. Leave it out.": backend != "auto",
     }
-    return [reason for reason, applies in reasons.items() if applies]
+    if found := [reason for reason, applies in reasons.items() if applies]:
+        raise ValueError(not_started(f"quantization {name!r} does not serve these options", found))
 
 
 def multiply(
