@@ -409,6 +409,12 @@ def test_a_wrong_file_is_refused_even_without_a_draft(content, reason, vllm_insi
         plug_in.register()
 
 
+def test_a_file_that_runs_code_is_refused_without_torchs_advice(tmp_path):
+    torch.save(print, tmp_path / "ids.pt")
+    with pytest.raises(ValueError, match=r"ids.pt cannot be read: UnpicklingError\. Use a JSON list"):
+        HeadChoice.of(f"16:{tmp_path}/ids.pt")
+
+
 @pytest.mark.parametrize("name", [PLAIN, ROUNDED])
 def test_a_quantization_that_vllm_ignores_is_refused(name, configure):
     configure(EAGLE, quantization=name)

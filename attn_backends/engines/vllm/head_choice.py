@@ -46,9 +46,11 @@ def _token_ids(path: Path) -> tuple[int, ...]:
     try:
         found = torch.load(path, weights_only=True) if path.suffix == ".pt" else json.loads(path.read_text())
     except Exception as error:
+        # torch's own messages advise to load files that run code.
+        reason = error if isinstance(error, (OSError, ValueError)) else type(error).__name__
         raise ValueError(
-            f"{DRAFT_HEAD}: {path} cannot be read: {error}. Use a JSON list of token ids, or a list or tensor saved by "
-            "torch as .pt."
+            f"{DRAFT_HEAD}: {path} cannot be read: {reason}. Use a JSON list of token ids, or a list or tensor saved "
+            "by torch as .pt."
         ) from error
     ids = found.tolist() if isinstance(found, torch.Tensor) else found
     if not isinstance(ids, list) or not ids:
