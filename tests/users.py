@@ -9,8 +9,8 @@ checks = ["contract.*", "*[[]base-decode]", "drafter.*[[]k4-n3*"]
 assert check_backend("torch_reference", device=torch.device("cpu"), checks=checks).results
 """
 USERS = {
-    "plug-in": ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_200),
-    "plug-in, linear layers": ("from tests.engines.any_vllm import load_linear_methods\nload_linear_methods()", 13_000),
+    "plug-in": ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_300),
+    "plug-in, linear layers": ("from tests.engines.any_vllm import load_linear_methods\nload_linear_methods()", 13_100),
     "drafter": ("import spec_decode.drafter", 11_900),
     "kit": ("import spec_decode.conformance", 20_400),
     "check": (CHECK, 20_700),

@@ -21,8 +21,8 @@ class EnginePlugIn:
     package, title     the engine's, as pip and as its makers spell it
     unsupported        why the plug-in does not support an engine version; empty if it does
     group, variable    the entry point group that the engine calls, and the variable that restricts it
-    needs              by backend name, why it does not load; empty if it does
-    chosen_by          how a draft selects one of them
+    needs              by name of a backend or a quantization, why it does not load; empty if it does
+    chosen_by          how a model selects this name
     refused            why the plug-in does not load in this environment; empty if it does
     allowed            the names that a value of the variable allows; None: all
     """
@@ -33,12 +33,12 @@ class EnginePlugIn:
     group: str
     variable: str
     needs: Mapping[str, Callable[[], str]]
-    chosen_by: str
+    chosen_by: Callable[[str], str]
     refused: Callable[[], str] = lambda: ""
     allowed: Callable[[str], Collection[str] | None] = lambda value: value.split(",")
 
     def examine(self) -> Iterator[Finding]:
-        """Yield findings for the engine and, if its version is supported, for the plug-in and each of its backends."""
+        """Yield findings for the engine and, if its version is supported, for the plug-in and each of its names."""
         try:
             found = version(self.package)
         except PackageNotFoundError:
@@ -51,7 +51,7 @@ class EnginePlugIn:
             return
         yield _finding("its plug-ins", self._why_not_found(), f"{self.title} finds attn_backends among them")
         for name, why_not in self.needs.items():
-            yield _finding(name, why_not(), f"it loads; a draft selects it with {self.chosen_by}")
+            yield _finding(name, why_not(), f"it loads; {self.chosen_by(name)}")
 
     def _why_not_found(self) -> str:
         value = os.environ.get(self.variable)

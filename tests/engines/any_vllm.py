@@ -25,9 +25,9 @@ class AnyName(type):
 
 
 def load_adapters() -> None:
-    """Load the validator, the quantizations and every backend whose kernels' package is installed."""
+    """Load what every vLLM loads, the validator, and every backend whose kernels' package is installed."""
     vars(compat)["__getattr__"] = lambda name: AnyName(name, (), {})
-    for module in ("validator", "quantization"):
+    for module in ("validator", "quantization", "engine_config"):
         import_module(f"attn_backends.engines.vllm.{module}")
     for path in NAMES.values():
         module, _, title = path.rpartition(".")

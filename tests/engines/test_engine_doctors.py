@@ -1,10 +1,12 @@
 """What the doctor reports about an engine, without importing it."""
 
 import importlib
+import re
 import sys
 from importlib.metadata import EntryPoint, PackageNotFoundError
 
 import pytest
+import torch
 
 from attn_backends.engines import plug_in
 
@@ -107,7 +109,25 @@ def test_plug_in_variable_is_parsed_like_engine(monkeypatch, engine, value, stat
     assert examine(monkeypatch, engine, SUPPORTED[engine])["its plug-ins"].status == status
 
 
-def test_invalid_validate_variable_is_a_finding(monkeypatch):
-    monkeypatch.setenv("ATTN_BACKENDS_VALIDATE", "2")
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("ATTN_BACKENDS_VALIDATE", "2", "must be 0 or 1, got '2'. Set"),
+        ("ATTN_BACKENDS_DRAFT_HEAD", "8", "must be 16 or fp8, .* got '8'. Set"),
+        ("ATTN_BACKENDS_DRAFT_HEAD", "fp8:/no/ids.json", ": /no/ids.json cannot be read: .* Use a JSON list"),
+    ],
+)
+def test_a_wrong_variable_is_a_finding(variable, value, reason, monkeypatch):
+    monkeypatch.setenv(variable, value)
     finding = examine(monkeypatch, "vllm", "0.33.0")["its plug-ins"]
-    assert finding.status == "refused" and "ATTN_BACKENDS_VALIDATE must be 0 or 1, got '2'. Set" in finding.detail
+    assert finding.status == "refused" and re.search(f"{variable}:? ?{reason.removeprefix(': ')}", finding.detail)
+
+
+@pytest.mark.parametrize(("capability", "served"), [(None, 2), ((9, 0), 2), ((8, 6), 1), ((7, 5), 0)])
+def test_quantizations_are_findings(capability, served, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    findings = [examine(monkeypatch, "vllm", "0.33.0")[name] for name in ("attn_backends", "attn_backends_fp8")]
+    assert [finding.status == "ok" for finding in findings] == [served > 0, served > 1]
+    for finding in findings:
+        assert ("--quantization" if finding.status == "ok" else f"{capability}; use one of") in finding.detail

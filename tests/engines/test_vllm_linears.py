@@ -227,17 +227,22 @@ def test_a_head_multiplies_in_16_bits(config, monkeypatch):
 @pytest.mark.parametrize(
     ("place", "option", "value", "reason"),
     [
-        ("config", "lora_config", object(), "adds no LoRA adapters; start without --enable-lora"),
-        ("vllm.envs", "VLLM_BATCH_INVARIANT", True, "depend on the number of rows; unset VLLM_BATCH_INVARIANT"),
-        ("kernels", "linear_backend", "cutlass", "chooses the kernels itself; leave out --linear-backend"),
-        (f"{plug_in.__name__}.linear_methods", "current_platform", SimpleNamespace(is_cuda=bool), "runs on CUDA only"),
+        ("config", "lora_config", object(), "LoRA is on, and .* Start without --enable-lora"),
+        ("vllm.envs", "VLLM_BATCH_INVARIANT", True, "INVARIANT is set, and .* rows. Unset it"),
+        ("kernels", "linear_backend", "cutlass", "backend is cutlass, and .* Leave it out"),
+        (
+            f"{plug_in.__name__}.linear_methods",
+            "current_platform",
+            SimpleNamespace(is_cuda=bool),
+            "no CUDA GPU, and .* Leave the quant",
+        ),
     ],
 )
 @pytest.mark.parametrize("name", [PLAIN, ROUNDED])
 def test_options_that_the_kernels_do_not_serve_are_refused(name, place, option, value, reason, config, monkeypatch):
     of = {"config": config, "kernels": config.kernel_config}.get(place) or importlib.import_module(place)
     monkeypatch.setattr(of, option, value, raising=False)
-    with pytest.raises(ValueError, match=rf"'{name}' does not serve .* vLLM was not started: .*{reason}"):
+    with pytest.raises(ValueError, match=rf"'{name}' does not serve .* vLLM was not started:\n- .*{reason}"):
         make("replicated", name)
 
 

@@ -19,6 +19,6 @@ examine = EnginePlugIn(
     group=ENTRY_POINT_GROUP,
     variable="SGLANG_PLUGINS",
     needs={name: why_not_loaded(backend) for name, (backend, _) in NAMES.items()},
-    chosen_by="--speculative-draft-attention-backend",
+    chosen_by=lambda name: "a draft selects it with --speculative-draft-attention-backend",
     allowed=_allowed,
 ).examine

@@ -38,17 +38,24 @@ def register() -> None:
         state_validator.install()
     _register_names()
     _register_quantizations()
-    if choice := os.environ.get(DRAFT_HEAD):
+    if value := os.environ.get(DRAFT_HEAD):
         from attn_backends.engines.vllm import draft_heads
 
-        draft_heads.register(choice)
+        draft_heads.register(value)
 
 
 def refused_variable() -> str:
-    """Return what is wrong with VALIDATE, and what to do; empty if nothing is."""
-    if (value := os.environ.get(VALIDATE, "0")) in ("0", "1"):
-        return ""
-    return f"{VALIDATE} must be 0 or 1, got {value!r}. Set it to 1 to compare draft metadata."
+    """Return what is wrong with VALIDATE or DRAFT_HEAD, and what to do; empty if nothing is."""
+    if (value := os.environ.get(VALIDATE, "0")) not in ("0", "1"):
+        return f"{VALIDATE} must be 0 or 1, got {value!r}. Set it to 1 to compare draft metadata."
+    if choice := os.environ.get(DRAFT_HEAD):
+        from attn_backends.engines.vllm.head_choice import HeadChoice
+
+        try:
+            HeadChoice.of(choice)
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 def _register_names() -> None:
@@ -67,8 +74,10 @@ def _register_names() -> None:
 
 
 def _register_quantizations() -> None:
-    """Register our names for `quantization`. Another vLLM starts without them, with a warning."""
+    """Register our names for `quantization`, and check where they are used. Another vLLM starts without them, with a
+    warning."""
     try:
+        from attn_backends.engines.vllm import engine_config
         from attn_backends.engines.vllm.compat import register_quantization_config
         from attn_backends.engines.vllm.quantization import CONFIGS
     except ImportError as error:
@@ -76,6 +85,7 @@ def _register_quantizations() -> None:
         return
     for config in CONFIGS:
         register_quantization_config(config.name)(config)
+    engine_config.install()
 
 
 def _reduced(member: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:

@@ -7,21 +7,26 @@ so its text does not depend on how the draft reads the head: in 16 bits, from a 
 
 from __future__ import annotations
 
-import json
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from attn_backends.engines.vllm import compat
 from attn_backends.engines.vllm.compat import (
+    LM_HEAD_METHODS,
     ModelRegistry,
+    OnlineLinearBase,
     current_platform,
     init_logger,
+    quantized_lm_head_copy,
+    replace_parameter,
+    set_current_vllm_config,
     tensor_model_parallel_all_gather,
 )
+from attn_backends.engines.vllm.head_choice import HeadChoice
 from attn_backends.engines.vllm.names import DRAFT_HEAD
+from attn_backends.engines.vllm.reasons import not_started
 from attn_backends.kernels.linear.fp8_weight import READING, Fp8Weight
 from attn_backends.kernels.linear.top_tokens import TopTokens, top_tokens
 from attn_backends.kernels.linear.warm_up import warm_up
@@ -32,38 +37,20 @@ ARCHITECTURES = {
     **dict.fromkeys(("Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"), "Eagle3LlamaForCausalLM"),
     "Eagle3Qwen3ForCausalLM": "Eagle3Qwen3ForCausalLM",
     "DFlashDraftModel": "DFlashQwen3ForCausalLM",
-    "DFlash2DraftModel": "DFlash2Qwen3ForCausalLM",
     "DeepSeekMTPModel": "DeepSeekMTP",
 }
 """The class of vLLM's that each architecture of a draft's config.json names."""
+NO_DRAFT = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
+"""vLLM's methods without a draft model."""
+COPY = "attn_backends"
+"""Our entry among vLLM's methods of quantising a copy of a head."""
 _log = init_logger("vllm.attn_backends")
 
 
-class HeadChoice(NamedTuple):
-    """How a draft reads its head.
-
-    rounds  from a copy in 8 bits
-    tokens  file of the token ids that it may draft; None: all
-    """
-
-    rounds: bool
-    tokens: Path | None
-
-    @classmethod
-    def of(cls, value: str) -> HeadChoice:
-        """Read the variable's value. Raises ValueError for one that means nothing."""
-        bits, colon, path = value.partition(":")
-        if bits not in ("16", "fp8") or bool(colon) is not bool(path):
-            raise ValueError(
-                f"{DRAFT_HEAD} must be 16 or fp8, or one of them with a file of token ids, such as fp8:ids.json, got "
-                f"{value!r}."
-            )
-        return cls(bits == "fp8", Path(path) if path else None)
-
-
 def register(value: str) -> None:
-    """Let vLLM make our subclasses of its drafts. value: DRAFT_HEAD's. Raises ValueError for a wrong one."""
-    TopTokensDraft.choice = HeadChoice.of(value)
+    """Let vLLM make our subclasses of its drafts. value: DRAFT_HEAD's. Raises ValueError as `HeadChoice.of` does."""
+    TopTokensDraft.choice = choice = HeadChoice.of(value)
+    LM_HEAD_METHODS[COPY] = partial(HeadCopy, choice)
     for architecture, title in ARCHITECTURES.items():
         ModelRegistry.register_model(architecture, f"{__name__}:{title}")
 
@@ -86,20 +73,11 @@ class TopTokensDraft:
     """
 
     choice: ClassVar[HeadChoice]
-    ids: tuple[int, ...] | None = None
-    """Of the tokens it may draft."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        reasons = option_reasons(vllm_config, self.choice)
-        if hasattr(self, "compute_candidates"):
-            reasons.append("a DFlash2 draft selects among several tokens of each place")
-        if self.choice.tokens is not None:
-            if getattr(self, "draft_id_to_target_id", None) is not None:
-                reasons.append(f"the draft has a vocabulary of its own; leave out {self.choice.tokens}")
-            self.ids = read_token_ids(self.choice.tokens, vllm_config.model_config.get_vocab_size())
-        if reasons:
-            raise ValueError(f"{DRAFT_HEAD} does not serve this draft, so vLLM was not started: {'; '.join(reasons)}.")
+        require_served(vllm_config, self.choice)
+        self._config = vllm_config
         self._readers: dict[Any, HeadReader] = {}
 
     def scored(self, hidden_states: torch.Tensor, step: int) -> tuple[Any, torch.Tensor]:
@@ -110,10 +88,22 @@ class TopTokensDraft:
         """Return the most likely token of each row, int64 [M], as target ids."""
         head, states = self.scored(hidden_states, spec_step_idx)
         if head not in self._readers:
-            self._readers[head] = HeadReader.of(head, self.choice.rounds, self.ids)
+            self._readers[head] = self._reader(head)
         top = self._readers[head].top_tokens(states)
         offsets = getattr(self, "draft_id_to_target_id", None)
         return top if offsets is None else top + offsets[top]
+
+    def _reader(self, head: Any) -> HeadReader:
+        """Return a reader of this head, or of its copy, which becomes a part of the draft: there, vLLM finds it when
+        it reloads weights, and makes it anew in place."""
+        require_readable(head)
+        read = head
+        if self.choice.copies:
+            # A tensor that inference made could not be written outside of it.
+            with torch.inference_mode(False), torch.no_grad(), set_current_vllm_config(self._config):
+                read = quantized_lm_head_copy(head, COPY)
+            self.add_module(f"head_copy_{len(self._readers)}", read)  # type: ignore[attr-defined]
+        return HeadReader.of(read, head.weight.dtype, self.choice.ids)
 
 
 class MtpTopTokensDraft(TopTokensDraft):
@@ -123,6 +113,31 @@ class MtpTopTokensDraft(TopTokensDraft):
         layers = list(self.model.layers.values())  # type: ignore[attr-defined]
         shared = layers[step % len(layers)].shared_head
         return shared.head, shared(hidden_states)
+
+
+class HeadCopy(OnlineLinearBase):
+    """How vLLM makes a copy of a head: `weight` [N, K] of the tokens to draft and, in 8 bits, `weight_scale` fp32
+    [N]."""
+
+    activation_quant_key = None
+
+    def __init__(self, choice: HeadChoice) -> None:
+        super().__init__()
+        self.choice = choice
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        weight = layer.weight.data
+        if (tokens := kept(layer, self.choice.ids)) is not None:
+            weight = weight[tokens - layer.shard_indices.org_vocab_start_index]
+        if self.choice.rounds:
+            rounded = Fp8Weight.of(weight)
+            weight = rounded.values
+            replace_parameter(layer, "weight_scale", rounded.scale)
+        replace_parameter(layer, "weight", weight)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Raise NotImplementedError: only a `HeadReader` reads a copy."""
+        raise NotImplementedError
 
 
 class HeadReader(NamedTuple):
@@ -144,34 +159,14 @@ class HeadReader(NamedTuple):
     num_ranks: int
 
     @classmethod
-    def of(cls, head: Any, rounds: bool, ids: tuple[int, ...] | None) -> HeadReader:
-        """Read a vLLM head, with a copy if it is rounded or pruned. ids: the tokens to keep; None: all. Raises
-        ValueError for a head without 16-bit weights, and for ids of which this rank has none; RuntimeError during a
-        capture, whose graph would copy it in every replay."""
-        weight, indices = head.weight, head.shard_indices
-        if weight.dtype not in READING or not weight.is_contiguous():
-            raise ValueError(
-                f"{DRAFT_HEAD} needs a head with 16-bit weights, this one has {weight.dtype}. Leave the head "
-                "unquantised, or unset the variable."
-            )
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{DRAFT_HEAD}: the first draft is being captured, but its head is not prepared yet.")
-        start, count = indices.org_vocab_start_index, indices.num_org_elements
-        kept = None
-        if ids is not None:
-            here = [token for token in ids if start <= token < start + count]
-            if not here:
-                raise ValueError(
-                    f"the file of {DRAFT_HEAD} has no token from {start} to {start + count - 1}, which one of the "
-                    "GPUs has. Add some, or use fewer GPUs."
-                )
-            kept = torch.tensor(here, device=weight.device)
-            weight, count = weight.data[kept - start], len(here)
-        rounded = Fp8Weight.of(weight) if rounds else None
-        _log.info_once("The draft reads its head in %s bits, for %d tokens.", "8" if rounds else "16", count)
-        values, scale = (weight.data, None) if rounded is None else (rounded.values, rounded.scale)
-        warm_up(top_tokens, TopTokens(values.new_empty(0, values.shape[1], dtype=weight.dtype), values, scale, count))
-        return cls(values, scale, count, start, kept, head.tp_size)
+    def of(cls, head: Any, dtype: torch.dtype, ids: tuple[int, ...] | None) -> HeadReader:
+        """Read a vLLM head or a `HeadCopy`. dtype: of the states; ids: the tokens that a copy has; None: all."""
+        weight, scale = head.weight.data, getattr(head, "weight_scale", None)
+        tokens = kept(head, ids)
+        count = head.shard_indices.num_org_elements if tokens is None else len(tokens)
+        _log.info_once("The draft reads its head in %s bits, for %d tokens.", "16" if scale is None else "8", count)
+        warm_up(top_tokens, TopTokens(weight.new_empty(0, weight.shape[1], dtype=dtype), weight, scale, count))
+        return cls(weight, scale, count, head.shard_indices.org_vocab_start_index, tokens, head.tp_size)
 
     def top_tokens(self, states: torch.Tensor) -> torch.Tensor:
         """Return the most likely token of each row of states [M, K], int64 [M]; the lowest rank's among equal ones."""
@@ -186,43 +181,84 @@ class HeadReader(NamedTuple):
         return top
 
 
+def kept(head: Any, ids: tuple[int, ...] | None) -> torch.Tensor | None:
+    """Return which of these ids this rank's part of a head has, int64; None for all. Raises ValueError for none."""
+    if ids is None:
+        return None
+    start, count = head.shard_indices.org_vocab_start_index, head.shard_indices.num_org_elements
+    here = [token for token in ids if start <= token < start + count]
+    if not here:
+        raise ValueError(
+            f"the file of {DRAFT_HEAD} has no token from {start} to {start + count - 1}, which one of the GPUs has. "
+            "Add some, or use fewer GPUs."
+        )
+    return torch.tensor(here, device=head.weight.device)
+
+
+def require_readable(head: Any) -> None:
+    """Raise ValueError for a head without 16-bit weights or with a bias, and RuntimeError during a capture, whose graph
+    would copy the head in every replay."""
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if weight.dtype not in READING or not weight.is_contiguous() or bias is not None:
+        raise ValueError(
+            f"{DRAFT_HEAD}: the draft's head has weights in {weight.dtype}{'' if bias is None else ' and a bias'}; it "
+            "needs 16-bit weights without a bias. Leave the head unquantised, or unset the variable."
+        )
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{DRAFT_HEAD}: the first draft is being captured, but its head is not prepared yet.")
+
+
+def require_served(config: Any, choice: HeadChoice) -> None:
+    """Raise ValueError for a VllmConfig that rules the choice out; warn if it has no draft model."""
+    draft = config.speculative_config
+    if draft is None or draft.method in NO_DRAFT:
+        _log.warning("%s has no effect: there is no draft model. Unset it, or choose a draft.", DRAFT_HEAD)
+    elif reasons := option_reasons(config, choice):
+        raise ValueError(not_started(f"{DRAFT_HEAD} does not serve this draft", reasons))
+
+
 def option_reasons(config: Any, choice: HeadChoice) -> list[str]:
-    """List the options of a VllmConfig, and what to do, that rule the choice out."""
+    """List what of a VllmConfig rules the choice out, and what to do. It has a draft model."""
     draft, model = config.speculative_config, config.model_config
-    copies = choice.rounds or choice.tokens is not None
-    draft_config = draft.draft_model_config.hf_config
-    capability = FP8_CAPABILITY if choice.rounds else (8, 0)
+    of, vocab = draft.draft_model_config, model.get_vocab_size()
+    scale, own = (getattr(of.hf_config, name, None) for name in ("logit_scale", "draft_vocab_size"))
+    largest = -1 if choice.ids is None else choice.ids[-1]
+    unset, capability = f"Unset {DRAFT_HEAD}.", FP8_CAPABILITY if choice.rounds else (8, 0)
+    lower = f"{'.'.join(map(str, capability))}, which {8 if choice.rounds else 16}-bit weights need"
+    instead = f"Set {DRAFT_HEAD} to 16." if choice.rounds else unset
+    if "DFlash2" in of.architecture:
+        return [f"DFlash2 chooses among several tokens of each place, and this finds only the most likely. {unset}"]
+    if of.architecture not in ARCHITECTURES:
+        return [f"its architecture is {of.architecture}, and only {', '.join(ARCHITECTURES)} are served. {unset}"]
     reasons = {
-        "it runs on CUDA only": not current_platform.is_cuda(),
-        f"its kernel reads no {model.dtype}; use --dtype bfloat16": model.dtype not in READING,
-        "its kernel needs compute capability {}.{}": not current_platform.has_device_capability(capability),
-        "set use_local_argmax_reduction to true in --speculative-config": not draft.use_local_argmax_reduction,
-        "it drafts greedily; leave out draft_sample_method": draft.draft_sample_method != "greedy",
-        "it reads the head itself; leave out draft_lm_head_quantization": draft.draft_lm_head_quantization is not None,
-        "it adds no LoRA adapters; start without --enable-lora": config.lora_config is not None,
-        "its copy of the head is not reloaded; start without --enable-sleep-mode": copies and model.enable_sleep_mode,
-        f"logits are {model.head_dtype}; leave head_dtype out of --hf-overrides": model.head_dtype != model.dtype,
-        "a logit_scale of 0 or less reverses their order": getattr(draft_config, "logit_scale", 1.0) <= 0,
+        f"the device is no CUDA GPU, and the kernel runs on nothing else. {unset}": not current_platform.is_cuda(),
+        f"the GPU's compute capability is below {lower}. {instead}": (
+            not current_platform.has_device_capability(capability)
+        ),
+        f"the model has {model.dtype}, and the kernel reads 16 bits. Use --dtype bfloat16.": model.dtype not in READING,
+        "use_local_argmax_reduction is false, so vLLM asks for logits instead of tokens. Set it to true in "
+        "--speculative-config.": not draft.use_local_argmax_reduction,
+        f"draft_sample_method is {draft.draft_sample_method}, and it drafts greedily. Leave it out.": (
+            draft.draft_sample_method != "greedy"
+        ),
+        f"draft_lm_head_quantization is {draft.draft_lm_head_quantization}, and only one of both can read the head. "
+        "Leave it out.": draft.draft_lm_head_quantization is not None,
+        "LoRA is on, and it adds no adapters. Start without --enable-lora.": config.lora_config is not None,
+        f"logits are {model.head_dtype}, and it multiplies in {model.dtype}. Leave head_dtype out of "
+        "--hf-overrides.": model.head_dtype != model.dtype,
+        f"logit_scale is {scale}, which reverses the order of logits. {unset}": scale is not None and scale <= 0,
     }
-    return [reason.format(*capability) for reason, applies in reasons.items() if applies]
-
-
-def read_token_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the token ids in a file, ascending: a JSON list, or a list or tensor in torch's `.pt`. Raises ValueError
-    for a file that cannot be read, is empty or holds anything but different ids from 0 to vocab_size - 1."""
-    try:
-        found = torch.load(path, weights_only=True) if path.suffix == ".pt" else json.loads(path.read_text())
-    except Exception as error:
-        raise ValueError(f"{DRAFT_HEAD}: {path} cannot be read as token ids: {error}") from error
-    ids = found.tolist() if isinstance(found, torch.Tensor) else found
-    if not isinstance(ids, list) or not ids:
-        raise ValueError(f"{DRAFT_HEAD}: {path} must hold a list of token ids, got {type(found).__name__} {ids!r:.40}.")
-    seen = set[int]()
-    for at, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < vocab_size or token in seen:
-            raise ValueError(
-                f"{DRAFT_HEAD}: entry {at} of {path} must be a token id from 0 to {vocab_size - 1} that is in the file "
-                f"once, got {token!r}. Use ids of the target's tokenizer."
-            )
-        seen.add(token)
-    return tuple(sorted(seen))
+    if choice.copies:
+        reasons |= {
+            "sleep mode is on, and may discard the copy of the head. Start without --enable-sleep-mode.": (
+                model.enable_sleep_mode
+            ),
+            "Model Runner V2 is off, and no other renews the copy of the head when weights are reloaded. Set "
+            f"{DRAFT_HEAD} to 16.": not config.use_v2_model_runner,
+            f"{choice.path} has token {largest}, and the target has {vocab} tokens. Use ids of its tokenizer.": (
+                largest >= vocab
+            ),
+            f"the draft has a vocabulary of its own, of {own} tokens, which {choice.path} does not fit. Leave the file "
+            "out.": choice.ids is not None and own not in (None, vocab),
+        }
+    return [reason for reason, applies in reasons.items() if applies]

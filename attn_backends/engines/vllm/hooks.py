@@ -1,4 +1,4 @@
-"""Hooks around methods of vLLM's classes, which tell a recorder what happens. Each object has a recorder of its own."""
+"""Hooks around methods of vLLM's classes, which check results, or tell what happens to a recorder of each object."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from attn_backends.engines.vllm.compat import (
     replace_parameter,
 )
 from attn_backends.engines.vllm.names import ROUNDED
+from attn_backends.engines.vllm.reasons import not_started
 from attn_backends.kernels.linear.fp8_weight import READING, Fp8Weight
 from attn_backends.kernels.linear.linear_op import LinearArguments, linear_op
 from attn_backends.kernels.linear.warm_up import warm_up
@@ -31,10 +32,7 @@ def method_of(layer: torch.nn.Module, name: str) -> Any:
     """Return the method of a layer, None for layers that are neither linear nor an output projection. A layer whose
     weights do not have 16 bits, such as a router in fp32, keeps vLLM's. name: PLAIN or ROUNDED. Raises ValueError for
     options that our kernels do not serve."""
-    if reasons := option_reasons(get_current_vllm_config()):
-        raise ValueError(
-            f"quantization {name!r} does not serve these options, so vLLM was not started: {'; '.join(reasons)}."
-        )
+    require_served(get_current_vllm_config(), name)
     if isinstance(layer, LinearBase):
         if layer.params_dtype not in READING:
             return UnquantizedLinearMethod()
@@ -46,15 +44,19 @@ def method_of(layer: torch.nn.Module, name: str) -> Any:
     return None
 
 
-def option_reasons(config: Any) -> list[str]:
-    """List the options of a VllmConfig, and what to do, that our kernels do not serve."""
+def require_served(config: Any, name: str) -> None:
+    """Raise ValueError, with what to do, for options of a VllmConfig that our kernels do not serve."""
+    backend = config.kernel_config.linear_backend
     reasons = {
-        "it runs on CUDA only": not current_platform.is_cuda(),
-        "it adds no LoRA adapters; start without --enable-lora": config.lora_config is not None,
-        "its sums depend on the number of rows; unset VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
-        "it chooses the kernels itself; leave out --linear-backend": config.kernel_config.linear_backend != "auto",
+        "the device is no CUDA GPU, and the kernels run on nothing else. Leave the quantization out.": (
+            not current_platform.is_cuda()
+        ),
+        "LoRA is on, and it adds no adapters. Start without --enable-lora.": config.lora_config is not None,
+        "VLLM_BATCH_INVARIANT is set, and its sums depend on the number of rows. Unset it.": envs.VLLM_BATCH_INVARIANT,
+        f"--linear-backend is {backend}, and it chooses the kernels itself. Leave it out.": backend != "auto",
     }
-    return [reason for reason, applies in reasons.items() if applies]
+    if found := [reason for reason, applies in reasons.items() if applies]:
+        raise ValueError(not_started(f"quantization {name!r} does not serve these options", found))
 
 
 def multiply(

@@ -19,6 +19,11 @@ EIGHT_BITS = ("fp8", "fp8_e4m3")
 """vLLM's names of a cache in float8_e4m3fn with a scale for keys and one for values."""
 
 
+def not_started(what: str, reasons: list[str]) -> str:
+    """Return a message with every reason on a line of its own."""
+    return "\n- ".join([f"{what}, so vLLM was not started:", *reasons])
+
+
 def quantised_dtype(kv_cache_dtype: str | None) -> torch.dtype | None:
     """Return the dtype of a quantised cache, by vLLM's name; None for any other cache."""
     return torch.float8_e4m3fn if kv_cache_dtype in EIGHT_BITS else None

@@ -31,6 +31,7 @@ PLACES = {
     "init_logger": "vllm.logger:init_logger",
     "is_quantized_kv_cache": "vllm.v1.kv_cache_interface:is_quantized_kv_cache",
     "set_current_vllm_config": "vllm.config:set_current_vllm_config",
+    "EngineArgs": "vllm.engine.arg_utils:EngineArgs",
     # Its backend over FlashInfer, which imports FlashInfer.
     "FIDecode": f"{_FLASHINFER}:FIDecode",
     "FIPrefill": f"{_FLASHINFER}:FIPrefill",
@@ -61,10 +62,11 @@ PLACES = {
     "current_platform": "vllm.platforms:current_platform",
     "register_quantization_config": f"{_LAYERS}.quantization:register_quantization_config",
     "replace_parameter": "vllm.model_executor.utils:replace_parameter",
-    # Drafts that score their next tokens with a head, and where vLLM keeps them.
+    # Drafts that score their next tokens with a head, where vLLM keeps them, and its copies of heads.
+    "LM_HEAD_METHODS": f"{_LAYERS}.quantization.online.lm_head:_LM_HEAD_METHODS",
+    "quantized_lm_head_copy": f"{_LAYERS}.quantization.online.lm_head:quantized_lm_head_copy",
     "ModelRegistry": f"{_MODELS}.registry:ModelRegistry",
     "tensor_model_parallel_all_gather": "vllm.distributed:tensor_model_parallel_all_gather",
-    "DFlash2Qwen3ForCausalLM": f"{_MODELS}.qwen3_dflash2:DFlash2Qwen3ForCausalLM",
     "DFlashQwen3ForCausalLM": f"{_MODELS}.qwen3_dflash:DFlashQwen3ForCausalLM",
     "DeepSeekMTP": f"{_MODELS}.deepseek_mtp:DeepSeekMTP",
     "Eagle3LlamaForCausalLM": f"{_MODELS}.llama_eagle3:Eagle3LlamaForCausalLM",
