@@ -111,6 +111,12 @@ def test_stop_ids_include_every_known_end_token(folders: tuple[Path, Path]) -> N
     assert load(folders).stop_ids == {0, 7}
 
 
+def test_ignored_end_tokens_are_forbidden_before_min_tokens(folders: tuple[Path, Path]) -> None:
+    params = SamplingParams(max_tokens=6, min_tokens=4, ignore_eos=True, logit_bias={0: 50.0, 7: 40.0})
+    (completion,) = LLM(folders[0], device="cpu").generate("the c", params)
+    assert not {0, 7} & {*completion.token_ids[:4]} and list(completion.token_ids[4:]) == [0, 0]
+
+
 def test_token_without_embedding_is_rejected_on_use(folders: tuple[Path, Path]) -> None:
     """As Gemma-3-1b's token for images, which its tokenizer has and its model lacks."""
     write_tokenizer(folders[0], [*WORDS, "a", "b", "c", "<image>"], TEMPLATE + " <image>")

@@ -130,8 +130,8 @@ def test_tensor_in_two_shards_is_refused(tmp_path, form):
     first, second = sorted(path for path in CHECKPOINT.write(tmp_path, form).iterdir() if "-of-" in path.name)
     name, tensor = next(iter(CHECKPOINT.tensors.items()))
     save(second, {name: tensor + 1})
-    for read in (TensorStore.open, check_weights):
-        assert f"{name} is in both {first} and {second.name}" in refusal(lambda read=read: read(tmp_path))
+    for load in (TensorStore.open, check_weights):
+        assert f"{name} is in both {first} and {second.name}" in refusal(lambda load=load: load(tmp_path))
 
 
 @pytest.mark.parametrize("form", FORMS[1::2])
