@@ -18,7 +18,7 @@ from spec_decode.models.checkpoints.files import (
     shortened,
 )
 from spec_decode.models.checkpoints.folder_kind import read_config, refuse_quantised
-from spec_decode.models.checkpoints.store import check_weights
+from spec_decode.models.checkpoints.store import TensorStore, check_weights
 from spec_decode.models.hf import absent
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
     from transformers import AutoModelForCausalLM
 
     check_model(folder)
+    _refuse_narrow(TensorStore.open(folder))
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -82,6 +83,16 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
             # It maps the file, which could be changed or cut while the model runs.
             parameter.data = parameter.data.clone()
     return model
+
+
+def _refuse_narrow(store: TensorStore) -> None:
+    """Raise CheckpointError for 8-bit floats, which `transformers` would read without their scales."""
+    for name in sorted(store.names()):
+        if (dtype := store.peek(name).dtype).is_floating_point and dtype.itemsize == 1:
+            raise CheckpointError(
+                f"{name} in {store.folder} has {dtype}, and config.json has no quantization_config: nothing says what "
+                "its numbers stand for. Restore config.json, and convert the weights to bf16 if they are quantised."
+            )
 
 
 def load_generation_config(folder: Path) -> Any:

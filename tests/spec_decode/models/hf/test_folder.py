@@ -120,16 +120,20 @@ def test_unexpected_weights_are_rejected_by_name(folder, plain, name, fields):
     assert f"have 1 tensors unexpected by LlamaForCausalLM: {name};" in refusal(folder)
 
 
-def test_undeclared_quantised_weights_are_rejected(folder, plain):
+@pytest.mark.parametrize("scales", [{}, {"model.layers.0.mlp.up_proj.weight_scale": torch.tensor(0.5)}], ids=len)
+def test_undeclared_quantised_weights_are_rejected(folder, plain, scales):
     """The library casts 8 bits without their scales."""
-    scaled = "model.layers.0.mlp.up_proj.weight"
-    state = {**plain.state_dict(), scaled: plain.state_dict()[scaled].to(torch.float8_e4m3fn)}
-    save_file({**state, f"{scaled}_scale": torch.tensor(0.5)}, folder / "model.safetensors", {"format": "pt"})
-    assert "convert them to bf16 if they are quantised." in refusal(folder)
+    narrow = "model.layers.0.mlp.up_proj.weight"
+    state = {**plain.state_dict(), narrow: plain.state_dict()[narrow].to(torch.float8_e4m3fn)}
+    save_file({**state, **scales}, folder / "model.safetensors", {"format": "pt"})
+    assert f"{narrow} in {folder} has torch.float8_e4m3fn, and config.json has no quant" in refusal(folder)
 
 
 QUANTISED = {
-    "fp8": ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "'fp8'; of FP8 only"),
+    "fp8": (
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+        "'fp8'; drafts, and targets",
+    ),
     "bitsandbytes": (
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
         "'bitsandbytes'; integers of few bits",
