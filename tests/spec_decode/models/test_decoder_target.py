@@ -133,6 +133,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma-3-capped": ("Gemma3", {**GEMMA, "final_logit_softcapping": 2.0}),
     "olmo-2": ("Olmo2", {}),
     "olmo-3": (
         "Olmo3",
@@ -237,7 +238,7 @@ def test_tied_head_shares_the_embeddings_storage() -> None:
 
 
 def test_scaled_logits_have_no_output_projection() -> None:
-    assert load(folder_of("granite")).output_projection is None
+    assert load(folder_of("granite")).output_projection is load(folder_of("gemma-3-capped")).output_projection is None
 
 
 def test_gemma_rounds_its_embeddings_and_norms_as_transformers_does(tmp_path: Path) -> None:
@@ -251,7 +252,14 @@ def test_gemma_rounds_its_embeddings_and_norms_as_transformers_does(tmp_path: Pa
     assert torch.equal(target.norm(found)[1], own.model.norm(found))
 
 
-@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe", "gemma-3", "granite", "gpt-oss"])
+def test_logits_are_capped_in_fp32() -> None:
+    target = load_target(TensorStore.open(folder_of("gemma-3-capped")), dtype=torch.bfloat16, device=CPU)
+    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    assert torch.equal(target.logits(hidden), 2 * (target.lm_head.product(hidden).float() / 2).tanh())
+
+
+@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe", "gemma-3-capped", "granite", "gpt-oss"])
 def test_draft_and_target_of_one_folder_agree(kind: str) -> None:
     target = load(folder_of(kind))
     draft = load_draft(folder_of(kind), target, dtype=torch.float32)
