@@ -131,6 +131,7 @@ class LLM:
             device=torch_device,
             runs_in=runs_in,
             quantises=settings.get("weights") is not None,
+            invariant=settings.get("batch_invariant", False) is True,
             progress=settings.get("progress", True),
         )
         if pair.draft is not None and draft_weights is not None:
