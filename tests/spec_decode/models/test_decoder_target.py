@@ -197,6 +197,13 @@ def whole(target: TargetModel) -> tuple[torch.Tensor, TargetStates]:
     return target.logits(states.hidden), states
 
 
+def drafted(draft: DraftModel, states: TargetStates) -> torch.Tensor:
+    """The states of a draft for the text, in one forward."""
+    groups, tables = paged(draft)
+    batch, metadata = build_ragged(groups, tables, [len(TEXT)], [len(TEXT)])
+    return draft(DraftInputs(TEXT, states.hidden, batch.positions, PagedAttention(groups, metadata)))
+
+
 def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max())
 
@@ -264,11 +271,19 @@ def test_draft_and_target_of_one_folder_agree(kind: str) -> None:
     target = load(folder_of(kind))
     draft = load_draft(folder_of(kind), target, dtype=torch.float32)
     logits, states = whole(target)
-    groups, tables = paged(draft)
-    batch, metadata = build_ragged(groups, tables, [len(TEXT)], [len(TEXT)])
-    inputs = DraftInputs(TEXT, states.hidden, batch.positions, PagedAttention(groups, metadata))
 
-    assert torch.equal(draft.logits(draft(inputs)), logits)
+    assert torch.equal(draft.logits(drafted(draft, states)), logits)
+
+
+@pytest.mark.parametrize("kind", ["glm-4.5"])
+def test_glm_without_a_draft_layer_drafts_as_a_whole(kind: str, copied: Path) -> None:
+    """transformers writes that there is one, and saves none."""
+    target = load(copied)
+    with pytest.raises(CheckpointError, match=r"got 0\. .* correct config.json: with 0 layers, the whole model drafts"):
+        load_draft(copied, target, dtype=torch.float32)
+    (copied / "config.json").write_text(json.dumps({**config_of(copied), "num_nextn_predict_layers": 0}))
+    draft = load_draft(copied, target, dtype=torch.float32)
+    assert draft.logits(drafted(draft, states := whole(target)[1])).equal(target.logits(states.hidden))
 
 
 FOREIGN = {
