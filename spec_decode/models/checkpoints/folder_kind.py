@@ -46,9 +46,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(path, "Pass the folder of a downloaded model.")
 
 
-def refuse_quantised(folder: Path, config: dict[str, Any], *, narrow: bool = False) -> None:
+def refuse_quantised(folder: Path, config: dict[str, Any], *, narrow: bool = False, draft: bool = False) -> None:
     """Raise CheckpointError if config.json, a section of it, or a file beside it describes quantised weights. narrow:
-    not for the FP8 weights and MXFP4 experts that targets on this library's layers read."""
+    not for the FP8 weights and MXFP4 experts that targets on this library's layers read. draft: it holds a draft."""
     place = str(folder / "config.json")
     readable = is_mxfp4(config) or read_fp8_layout(ConfigReader(config, place)) is not None
     if narrow and readable:
@@ -56,12 +56,14 @@ def refuse_quantised(folder: Path, config: dict[str, Any], *, narrow: bool = Fal
     if (found := next(_quantised(folder, config), None)) is not None:
         where, method = found
         known = (what for what, words in _FORMATS.items() if any(word in method.lower() for word in words))
-        problem = next(known, "this format is not read")
+        problem = f"{next(known, 'this format is not read')}. Use"
         if readable and not narrow:
-            problem = "drafts, and targets in transformers, read none. For a target, leave target out"
+            problem = (
+                "a draft reads none. Use" if draft else "a target in transformers reads none. Leave target out, or use"
+            )
         raise CheckpointError(
-            f"{folder} holds quantised weights: {where} has method {method!r:.{_MAX_QUOTED}}; {problem}. Use a bf16 "
-            "copy, with weights or draft_weights='fp8' for 8 bits, or serve it in vLLM with the plug-in."
+            f"{folder} holds quantised weights: {where} has method {method!r:.{_MAX_QUOTED}}; {problem} a bf16 copy, "
+            "with weights or draft_weights='fp8' for 8 bits, or serve it in vLLM with the plug-in."
         )
 
 

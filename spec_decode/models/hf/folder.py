@@ -32,6 +32,8 @@ _NO_CODE = {"config.json": {"trust_remote_code": False}}
 """Arguments for the files that can name classes of the folder's own code."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _TOKENIZER_PARTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_PACKED = {".qweight": "weights of GPTQ or AWQ", ".weight_packed": "packed weights", "_blocks": "weights of MXFP4"}
+"""Name suffixes of quantised weights."""
 _CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
 """Name suffixes of the scales of an 8-bit KV cache, which no target here uses."""
 
@@ -86,12 +88,14 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
 
 
 def _refuse_narrow(store: TensorStore) -> None:
-    """Raise CheckpointError for 8-bit floats, which `transformers` would read without their scales."""
+    """Raise CheckpointError for 8-bit floats, which `transformers` would read without their scales, and for integers
+    that stand for weights."""
     for name in sorted(store.names()):
-        if (dtype := store.peek(name).dtype).is_floating_point and dtype.itemsize == 1:
+        packed = next((form for end, form in _PACKED.items() if name.endswith(end)), None)
+        if packed or ((dtype := store.peek(name).dtype).is_floating_point and dtype.itemsize == 1):
             raise CheckpointError(
-                f"{name} in {store.folder} has {dtype}, and config.json has no quantization_config: nothing says what "
-                "its numbers stand for. Restore config.json, and convert the weights to bf16 if they are quantised."
+                f"{name} in {store.folder} has {packed or dtype}, and config.json has no quantization_config. Restore "
+                "config.json, or use a bf16 copy."
             )
 
 

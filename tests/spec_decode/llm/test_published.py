@@ -239,7 +239,7 @@ def test_quantised_draft_is_rejected_before_reading_target(
     quantise(folders[1])
     monkeypatch.setattr("spec_decode.models.hf.folder.load_model", None)
 
-    with pytest.raises(CheckpointError, match=r"has method 'fp8'; drafts, and targets in transformers, read none"):
+    with pytest.raises(CheckpointError, match=r"has method 'fp8'; a draft reads none. Use a bf16 copy"):
         load(folders)
 
 
