@@ -249,7 +249,7 @@ def engine_rows(root: Path) -> list[list[str]]:
         rows.append([f"Tokens/s of an 8B Llama {label}, {sizes} requests", *both, source])
         if label in WITH_PROMPTS:
             prompts = [median(each["prefill"]["tokens_per_s"]) for each in (theirs[0], ours[0])]
-            name = f"Prompt tokens/s of the same, {ours[0]['prefill']['requests']} prompts of 1,000 tokens"
+            name = f"Prompt tokens/s of an 8B Llama {label}, {ours[0]['prefill']['requests']} prompts of 1,000 tokens"
             rows.append([name, f"{prompts[0]:,.0f} ({vllm})", f"{prompts[1]:,.0f} (`LLM`)", source])
     return rows
 

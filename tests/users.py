@@ -14,5 +14,5 @@ USERS = {
     "drafter": ("import spec_decode.drafter", 11_900),
     "kit": ("import spec_decode.conformance", 20_400),
     "check": (CHECK, 20_700),
-    "LLM": ("import spec_decode.llm", 29_500),
+    "LLM": ("import spec_decode.llm", 29_650),
 }

@@ -183,7 +183,7 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
         isinstance(request, Request),
         f"{name} must be a Request, got {type(request).__name__}. Make one from the prompt.",
     )
-    sampling = request.sampling
+    sampling, ends = request.sampling, frozenset(request.end_token_ids)
     require(
         isinstance(sampling, SamplingParams),
         f"{name} needs SamplingParams as sampling, got {type(sampling).__name__}. Pass one, or leave it out.",
@@ -203,8 +203,11 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
         f"{name} requests {sampling.logprobs} logprobs, more than max_logprobs, {config.max_logprobs}. Request fewer, "
         "or raise max_logprobs of the engine or the LLM.",
     )
-    _check_stop_tokens(name, sampling, vocab_size)
-    _check_biases(name, sampling, vocab_size)
+    # A set, because every token of the text is looked up in it.
+    stops = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else ends)
+    sampling = replace(sampling, stop_token_ids=stops)
+    _check_stop_tokens(name, ends.union(stops), vocab_size)
+    _check_biases(name, sampling, ends, vocab_size)
     token_ids, new = _checked_prompt(name, request.prompt, vocab_size), sampling.max_tokens
     prompt = len(token_ids)
     require(prompt > 0, f"{name} has an empty prompt. Pass at least one token.")
@@ -219,28 +222,25 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
         f"{pool.num_pages * pool.page_size - pool.draft_slots} that fit {pool.num_pages} pages of {pool.page_size} "
         "with draft tokens; it would wait forever. Shorten it or raise num_pages.",
     )
-    # A set, because every token of the text is looked up in it.
-    if not isinstance(sampling.stop_token_ids, frozenset):
-        sampling = replace(sampling, stop_token_ids=frozenset(sampling.stop_token_ids))
     if sampling.logit_bias is not None:
         sampling = replace(sampling, logit_bias=dict(sampling.logit_bias))
-    return replace(request, prompt=token_ids, sampling=sampling)
+    return replace(request, prompt=token_ids, sampling=sampling, end_token_ids=ends)
 
 
-def _check_stop_tokens(name: str, sampling: SamplingParams, vocab_size: int) -> None:
-    """Raise BatchError for a stop token that the model cannot draw, most likely from another vocabulary."""
-    unknown = sorted(token for token in sampling.stop_token_ids if not 0 <= token < vocab_size)
+def _check_stop_tokens(name: str, tokens: frozenset[int], vocab_size: int) -> None:
+    """Raise BatchError for a stop or end token that the model cannot draw, most likely from another vocabulary."""
+    unknown = sorted((token for token in tokens if type(token) is not int or not 0 <= token < vocab_size), key=str)
     require(
         not unknown,
-        f"{name} needs stop_token_ids from 0 to {vocab_size - 1}, the model's vocabulary, got {unknown[:3]}; its text "
-        "would never stop there. Take them from this model's tokenizer.",
+        f"{name} needs its stop_token_ids and end tokens from 0 to {vocab_size - 1}, the model's vocabulary, got "
+        f"{unknown[:3]}; its text would never stop there. Take them from this model's tokenizer.",
     )
 
 
-def _check_biases(name: str, sampling: SamplingParams, vocab_size: int) -> None:
+def _check_biases(name: str, sampling: SamplingParams, ends: frozenset[int], vocab_size: int) -> None:
     """Raise BatchError for more biases than a row has, for those of tokens that the model cannot draw, and for stop
     tokens that leave no other token to draw."""
-    count = len(sampling.biases(0))
+    count = len(sampling.biases(0, ends))
     require(
         count <= MAX_BIASES,
         f"{name} has {count} tokens in logit_bias and among the stop tokens that min_tokens forbids, more than "
@@ -253,7 +253,7 @@ def _check_biases(name: str, sampling: SamplingParams, vocab_size: int) -> None:
         "Take them from this model's tokenizer.",
     )
     require(
-        len(set(sampling.stop_token_ids)) < vocab_size or not sampling.min_tokens,
+        len(ends.union(sampling.stop_token_ids)) < vocab_size or not sampling.min_tokens,
         f"{name} has min_tokens {sampling.min_tokens}, and every token of the model ends its text: it has no token to "
         "draw. Pass fewer stop_token_ids, or no min_tokens.",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
@@ -19,12 +19,13 @@ class Request:
     """A prompt and how to continue it.
 
     prompt: a list, tuple or range of token ids, copied on submission; for an array or a tensor, pass tolist().
-    sampling: how tokens are drawn and where the text ends. The engine knows only tokens: it rejects stop strings, and
-    has no default end tokens.
+    sampling: how tokens are drawn and where the text ends. The engine knows only tokens: it rejects stop strings.
+    end_token_ids: the model's end tokens.
     """
 
     prompt: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    end_token_ids: Collection[int] = ()
 
     @property
     def max_len(self) -> int:
@@ -151,7 +152,7 @@ class RequestState:
     def edits(self) -> RowEdits:
         """What changes its logits after the tokens to prefill."""
         request, output = self.handle.request, self.handle.generation.token_ids[:-1]
-        return request.sampling.edits(request.prompt, output)
+        return request.sampling.edits(request.prompt, output, request.end_token_ids)
 
     @property
     def finished(self) -> bool:

@@ -131,6 +131,7 @@ class LLM:
             device=torch_device,
             runs_in=runs_in,
             quantises=settings.get("weights") is not None,
+            invariant=settings.get("batch_invariant", False) is True,
             progress=settings.get("progress", True),
         )
         if pair.draft is not None and draft_weights is not None:
@@ -264,11 +265,10 @@ class LLM:
         """Yield a reply for each of the prompt's n completions."""
         name, stop = f"prompts[{index}]", params.stop_strings
         token_ids = self._encode(name, prompt)
-        end_ids = frozenset() if params.ignore_eos else self.pair.stop_ids
-        end_ids |= self.pair.stop_tokens(name, stop).union(params.stop_token_ids)
+        ends, stop_ids = self.pair.stop_ids, self.pair.stop_tokens(name, stop).union(params.stop_token_ids)
         self._require_room(name, len(token_ids), params.max_tokens)
-        for choice, one in enumerate(replace(params, stop=(), stop_token_ids=end_ids).each()):
-            request = self.engine.checked(name, Request(prompt=token_ids, sampling=one))
+        for choice, one in enumerate(replace(params, stop=(), stop_token_ids=stop_ids).each()):
+            request = self.engine.checked(name, Request(prompt=token_ids, sampling=one, end_token_ids=ends))
             text = GrowingText(self.pair.decode, stop, prompt=request.prompt, min_tokens=params.min_tokens)
             yield Reply(index, choice, prompt, request, text)
 

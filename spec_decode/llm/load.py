@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attn_backends.kernels.linear.fp8_weight import reads_fp8
 from builders import BatchError
+from builders.errors import require
 from spec_decode.llm.chat_template import encode_chat
 from spec_decode.llm.pair import Pair, encode_utf8, load_byte_pair
 from spec_decode.llm.progress import loading_bar
@@ -21,15 +22,20 @@ from spec_decode.llm.prompts import Message
 from spec_decode.model_api import TargetModel
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
 from spec_decode.models.causal_lm import load_target
-from spec_decode.models.checkpoints.files import require_regular
+from spec_decode.models.checkpoints.files import in_short, require_regular
 from spec_decode.models.checkpoints.folder_kind import is_mxfp4
 from spec_decode.models.checkpoints.fp8_store import Fp8Store
 from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.decoder import check_aux_layers
 from spec_decode.models.hf.folder import check_model, load_generation_config, load_model, load_tokenizer
 from spec_decode.models.hf.token_text import token_text
+from spec_decode.models.layer_windows import ARCHITECTURES
 from spec_decode.models.load import aux_hidden_state_layers, check_draft, check_same_tokens, load_with_tokens
 from spec_decode.models.quantise import quantise_target
 from spec_decode.models.target_fields import unserved
+
+if TYPE_CHECKING:
+    from spec_decode.models.hf.target import TransformersTarget
 
 Name = str | os.PathLike[str]
 _QUANTISED = "read fp8 weights"
@@ -45,13 +51,14 @@ def load(
     device: torch.device,
     runs_in: str | None = None,
     quantises: bool = False,
+    invariant: bool = False,
     progress: bool = False,
 ) -> Pair:
     """Load the model and its draft.
 
     model: a folder, `pydoc` for this library's own pair, or the name of a model in this machine's Hugging
     Face cache; nothing is downloaded. draft: the same; for a byte-level pair, the name of one of its drafts. runs_in,
-    quantises, progress: as in `load_published_pair`. Raises CheckpointError.
+    quantises, invariant, progress: as in `load_published_pair`. Raises CheckpointError, and BatchError as it does.
     """
     folder = find(model)
     if draft is not None:
@@ -74,7 +81,14 @@ def load(
         return replace(pair, target_weights=_QUANTISED)
     found = None if draft is None else find(draft, "draft")
     return load_published_pair(
-        folder, found, dtype=dtype, device=device, runs_in=runs_in, quantises=quantises, progress=progress
+        folder,
+        found,
+        dtype=dtype,
+        device=device,
+        runs_in=runs_in,
+        quantises=quantises,
+        invariant=invariant,
+        progress=progress,
     )
 
 
@@ -122,15 +136,18 @@ def load_published_pair(
     device: torch.device,
     runs_in: str | None = None,
     quantises: bool = False,
+    invariant: bool = False,
     progress: bool = False,
 ) -> Pair:
     """Load both folders, or only the target's. The target returns the hidden states that the draft's config names.
 
     runs_in: "transformers", or None for this library's layers if they compute the target, else `transformers`.
-    quantises: round the weights of the target's products to 8 bits, which needs this library's layers. progress: show a
-    bar while our layers read a large target, if stderr is a terminal.
+    quantises: round the weights of the target's products to 8 bits, which needs this library's layers. invariant: the
+    target must be able to be batch invariant. progress: show a bar while our layers read a large target, if stderr is a
+    terminal.
 
-    Raises CheckpointError for an invalid folder, for a draft of another target, and without `transformers`.
+    Raises CheckpointError for an invalid folder, for a draft of another target, and without `transformers`, and
+    BatchError for a target that cannot be batch invariant.
     """
     check_model(target, narrow=runs_in is None)
     store = None if runs_in == "transformers" else Fp8Store.open(target)
@@ -141,6 +158,11 @@ def load_published_pair(
             f"{target} would run in transformers, which gets no quantised weights: {why}. Leave weights out and "
             "use a bf16 copy, or use a model that this library's layers compute."
         )
+    require(
+        why is None or not invariant,
+        f"batch_invariant is True, and {target} runs in transformers, whose products are not batch invariant: {why}. "
+        "Leave batch_invariant out, or use a model that this library's layers compute.",
+    )
     if isinstance(store, Fp8Store):
         store.keeps = reads_fp8(dtype, device)
     tokenizer, same = load_tokenizer(target), False
@@ -153,12 +175,7 @@ def load_published_pair(
         with loading_bar(store.num_bytes, shown=progress) as store.on_read:
             target_model = load_target(store, partial(_states, draft), dtype=dtype, device=device, quantises=quantises)
     else:
-        # Only here: it imports transformers' models, which takes seconds.
-        from spec_decode.models.hf.target import TransformersTarget
-
-        model = load_model(target, dtype=dtype, device=device)
-        states = _states(draft, model.config.get_text_config().num_hidden_layers)
-        target_model = TransformersTarget(model, aux_hidden_state_layers=states)
+        target_model = _in_transformers(target, draft, dtype, device)
         experts = ", its experts in this library's kernels" if target_model.serves_experts else ""
         runs = f"in transformers{experts}: {why}"
         attending = [layer for group in target_model.layer_groups(_ANY_PAGE) for layer in group.layers]
@@ -175,6 +192,30 @@ def load_published_pair(
         runs,
         _weights(store, quantises=quantises, dtype=dtype),
     )
+
+
+def _in_transformers(folder: Path, draft: Path | None, dtype: torch.dtype, device: torch.device) -> TransformersTarget:
+    """Load a target that runs in transformers. Raises CheckpointError, also for a config.json whose values it takes and
+    cannot compute."""
+    # Only here: it imports transformers' models, which takes seconds.
+    from spec_decode.models.hf.target import TransformersTarget
+
+    model = load_model(folder, dtype=dtype, device=device)
+    states = _states(draft, num_layers := model.config.get_text_config().num_hidden_layers)
+    check_aux_layers(states, num_layers)
+    try:
+        return TransformersTarget(model, aux_hidden_state_layers=states)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # from a model's code, which checks no config.json
+        problem = str(error)
+        if not isinstance(error, CheckpointError):
+            problem = f"transformers cannot compute what it describes: {in_short(error)}. Correct the file."
+        store = TensorStore.open(folder)
+        if (why := unserved(store)) and any(name in ARCHITECTURES for name in store.architectures):
+            problem += f" Our layers do not compute it either: {why}; remove or correct that if it is a mistake."
+        kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
+        raise kind(f"{folder / 'config.json'}: {problem}") from error
 
 
 def _weights(store: TensorStore | None, *, quantises: bool, dtype: torch.dtype) -> str:

@@ -43,8 +43,10 @@ def _scaled(model: ModelConfig, family: str, fields: ConfigReader, dtype: torch.
     """Return the model with the factors and offsets of its family."""
     if family == "gemma3_text":
         fields.require("hidden_activation", "gelu_pytorch_tanh")
+        capped = fields.values.get("final_logit_softcapping") is not None
         return replace(
             model,
+            logits_cap=fields.positive("final_logit_softcapping") if capped else None,
             norm_offset=1.0,
             softmax_scale=fields.positive("query_pre_attn_scalar") ** -0.5,
             # The factor is rounded to the weights' dtype: in bf16, sqrt(3072) is 55.5.

@@ -11,7 +11,9 @@ from torch import nn
 from spec_decode.model_api import BlockDraft, DraftInputs, TargetModel
 from spec_decode.models.causal_config import family_of, read_causal_config
 from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.folder_kind import is_mxfp4
 from spec_decode.models.checkpoints.mask_token import read_mask_token
+from spec_decode.models.checkpoints.mxfp4 import check_modules
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder import Decoder, DecoderTarget, make_embedding
 from spec_decode.models.decoder_config import DecoderConfig
@@ -104,6 +106,8 @@ def load_target(
     """
     weights = ScopedWeights(store, "", dtype, device, quantises)
     config = read_causal_config(store, dtype)
+    if is_mxfp4(store.config.values):
+        check_modules(store)
     layers = _layers(config, weights)
     with torch.device("meta"):
         rotary = config.make_rotary()

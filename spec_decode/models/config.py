@@ -53,6 +53,8 @@ class ModelConfig:
     state_scale: float = 1.0
     """Factor that turns the states between layers into the published model's."""
     logits_divisor: float = 1.0
+    logits_cap: float | None = None
+    """c of logits that are c tanh(x / c); None: x."""
     sliding_window: int | None = None
     rotated_dims: int | None = None
     """Rotated dims of a head without a latent; None: all."""
@@ -75,7 +77,7 @@ class ModelConfig:
             problems.append(f"head_dim must be even for rotary pairs, got {self.head_dim}")
         problems += [
             f"{name} must be positive and finite, got {scale}"
-            for name in ("softmax_scale", "embedding_scale", "state_scale", "logits_divisor")
+            for name in ("softmax_scale", "embedding_scale", "state_scale", "logits_divisor", "logits_cap")
             if (scale := getattr(self, name)) is not None and not 0 < scale < math.inf
         ]
         if not math.isfinite(self.norm_offset):

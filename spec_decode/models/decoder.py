@@ -25,13 +25,14 @@ class Decoder(nn.Module):
     embed: Embedding
     rotary: Rotary
     logits_divisor: float
+    logits_cap: float | None
 
     def add_layers(self, model: ModelConfig, layers: Iterable[nn.Module], scored: int) -> None:
         """Add the layers, the norm, and the projection to `scored` tokens."""
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(model.hidden_size, model.norm_eps, model.norm_offset)
         self.lm_head = Linear(model.hidden_size, scored)
-        self.logits_divisor = model.logits_divisor
+        self.logits_divisor, self.logits_cap = model.logits_divisor, model.logits_cap
 
     def run_layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, entering: Collection[int] = ()
@@ -49,9 +50,12 @@ class Decoder(nn.Module):
         return x, delta, entered
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [T, V] for hidden [T, H]; V is a draft's own vocabulary."""
-        logits = self.lm_head.product(hidden)
-        return logits if self.logits_divisor == 1 else logits / self.logits_divisor
+        """Return logits [T, V] for hidden [T, H], in fp32 if they are capped; V is a draft's own vocabulary."""
+        logits, cap = self.lm_head.product(hidden), self.logits_cap
+        if self.logits_divisor != 1:
+            logits = logits / self.logits_divisor
+        # In place: they are as many as the vocabulary has tokens.
+        return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
 
 class DecoderTarget(Decoder, TargetModel):
@@ -84,8 +88,9 @@ class DecoderTarget(Decoder, TargetModel):
 
     @property
     def output_projection(self) -> torch.Tensor | None:
-        """[V, H], in the dtype of the embedding: of an 8-bit weight, a widened copy. None if the logits are scaled."""
-        if self.logits_divisor != 1:
+        """[V, H], in the dtype of the embedding: of an 8-bit weight, a widened copy. None if the logits are scaled
+        or capped."""
+        if self.logits_divisor != 1 or self.logits_cap is not None:
             return None
         weight = self.lm_head.weight
         return weight if isinstance(weight, torch.Tensor) else weight.widened(self.embed.weight.dtype)

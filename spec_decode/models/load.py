@@ -108,7 +108,7 @@ def _open(folder: Path) -> tuple[TensorStore, Any]:
     store = TensorStore.open(folder)
     # Report an unsupported kind before quantised weights: converting those would not help.
     kind = _kind_of(store, list(_KINDS.values()))
-    refuse_quantised(folder, dict(store.config.values))
+    refuse_quantised(folder, dict(store.config.values), draft=True)
     if kind is None:
         raise CheckpointError(
             f"{store.config.place} must describe a supported kind of draft, got architectures "

@@ -39,7 +39,11 @@ ARCHITECTURES = (*LAYOUTS, "MTPDraftModel")
 
 
 def serves(store: TensorStore) -> bool:
-    """Whether config.json names one of the architectures."""
+    """Whether config.json names one of the architectures, unless it has no such layer and describes a model that can
+    draft as it is."""
+    no_layer = not store.config.values.get("num_nextn_predict_layers")
+    if _is_glm(store) and no_layer and not any(name.endswith("eh_proj.weight") for name in store.names()):
+        return False
     return _is_by_speculators(store) or any(name in LAYOUTS for name in store.architectures)
 
 
@@ -77,6 +81,11 @@ def require_draft_layers(config: ConfigReader) -> int:
 def read_head(weights: ScopedWeights, target: TargetModel, name: str, hidden: int) -> Linear | TargetHead:
     """Read the layer's own head; return the target's if the checkpoint has none. Raises CheckpointError."""
     return Linear.of(weights.parameter(name, target.vocab_size, hidden)) if weights.has(name) else TargetHead(target)
+
+
+def _is_glm(store: TensorStore) -> bool:
+    """Whether the target that ships the layer is of a family that can draft as it is."""
+    return store.architectures == ["Glm4MoeForCausalLM"]
 
 
 def _is_by_speculators(store: TensorStore) -> bool:
@@ -134,7 +143,8 @@ def _count_modules(store: TensorStore, first: int) -> int:
     if present != expected:
         raise CheckpointError(
             f"{store.folder} must hold num_nextn_predict_layers draft layers, {expected} from model.layers.{first} on, "
-            f"got {present}. Complete the download, or correct config.json."
+            f"got {present}. Complete the download, or correct config.json"
+            f"{': with 0 layers, the whole model drafts' if _is_glm(store) else ''}."
         )
     return expected
 

@@ -63,7 +63,14 @@ _ALSO_READ = {
     "qwen3": (*_SWITCHED_WINDOW, "layer_types", "attention_bias"),
     "qwen3_moe": (*_SWITCHED_WINDOW, "num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
     "phi3": ("sliding_window", "original_max_position_embeddings", "auto_map"),
-    "gemma3_text": ("layer_types", "sliding_window", *_PATTERN, "attention_bias", "rope_local_base_freq"),
+    "gemma3_text": (
+        "layer_types",
+        "sliding_window",
+        *_PATTERN,
+        "attention_bias",
+        "rope_local_base_freq",
+        "final_logit_softcapping",
+    ),
     "olmo2": ("attention_bias",),
     "olmo3": ("layer_types", "sliding_window", "attention_bias"),
     "granite": ("attention_bias", *_MULTIPLIERS),
@@ -89,7 +96,6 @@ _ALSO_FIXED: dict[str, dict[str, object]] = {
     "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
     "gemma3_text": {
         "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": None,
         "attn_logit_softcapping": None,
         "use_bidirectional_attention": False,
     },

@@ -24,6 +24,8 @@ _MAX_BIAS = 1e30
 """A larger logit could overflow fp32 when divided by the temperature."""
 _MAX_REPETITION = 1e3
 """Likewise, also with the largest bias."""
+_MAX_N = 16_384
+"""Each completion is a request, made before the first one runs."""
 _ALTERNATIVES = {
     "best_of": "Pass n, and choose among the completions",
     "do_sample": "Pass temperature: 0 is greedy",
@@ -62,7 +64,7 @@ class SamplingParams:
 
     - seed         64 bits, signed. The noise depends only on the seed, not on the rest of the batch; in fp32 the same
                    seed gives the same text
-    - n            completions of the prompt, 1 or more; at temperature 0 only 1. The first has the seed above, the
+    - n            completions of the prompt, 1 to 16,384; at temperature 0 only 1. The first has the seed above, the
                    others have seeds made from it
 
     Where the text ends:
@@ -72,8 +74,8 @@ class SamplingParams:
                       token is one too, if it is the whole string
     - stop_token_ids  tokens of the model's vocabulary that end the text, in addition to the model's end tokens
     - ignore_eos      True: the model's end tokens do not end the text
-    - min_tokens      the model draws no token that ends the text before the text has so many tokens, 0 to max_tokens; a
-                      stop string ends it only with a later one
+    - min_tokens      the model draws none of its end tokens, ignored or not, and no other token that ends the text,
+                      before the text has so many tokens, 0 to max_tokens; a stop string ends it only with a later one
 
     What is returned with it:
 
@@ -152,8 +154,9 @@ class SamplingParams:
             "should differ.",
         )
         require(
-            type(self.n) is int and self.n >= 1,
-            f"n must be an integer of 1 or more, got {self.n!r}. Pass how many completions of the prompt you want.",
+            type(self.n) is int and 1 <= self.n <= _MAX_N,
+            f"n must be an integer from 1 to {_MAX_N}, got {self.n!r}. Pass how many completions of the prompt you "
+            "want; for more, pass the prompt several times, with other seeds.",
         )
         require(
             self.n == 1 or self.temperature > 0,
@@ -205,14 +208,14 @@ class SamplingParams:
         """The three penalties."""
         return Penalties(self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
 
-    def edits(self, prompt: Sequence[int], output: Sequence[int]) -> RowEdits:
-        """Return what changes the logits after a prompt and these new tokens."""
-        return RowEdits(self.biases(len(prompt)), self.penalties, prompt, output)
+    def edits(self, prompt: Sequence[int], output: Sequence[int], end_token_ids: Collection[int]) -> RowEdits:
+        """Return what changes the logits after a prompt and these new tokens. end_token_ids: the model's."""
+        return RowEdits(self.biases(len(prompt), end_token_ids), self.penalties, prompt, output)
 
-    def biases(self, prompt_len: int) -> list[Bias]:
-        """Return the biases of single tokens' logits, for a prompt of this many tokens."""
+    def biases(self, prompt_len: int, end_token_ids: Collection[int]) -> list[Bias]:
+        """Return the biases of single tokens' logits, for a prompt of this many tokens. end_token_ids: the model's."""
         end = prompt_len + self.min_tokens
-        forbidden = set(self.stop_token_ids) if self.min_tokens else ()
+        forbidden = {*self.stop_token_ids, *end_token_ids} if self.min_tokens else ()
         added = (self.logit_bias or {}).items()
         return [
             *(Bias(token, -torch.inf, end) for token in forbidden),

@@ -130,7 +130,11 @@ def test_llm_is_shown_beside_the_best_of_vllm(copy: Path) -> None:
     assert [row[:3] for row in rows] == [
         [f"{model} without a draft, 1 / 32 requests", "203 / 4,432 (vLLM 0.33.0)", "232 / 4,765 (`LLM`)"],
         [f"{model} with EAGLE, 1 / 32 requests", "350 / 6,296 (vLLM 0.33.0)", "412 / 6,433 (`LLM`)"],
-        ["Prompt tokens/s of the same, 16 prompts of 1,000 tokens", "30,000 (vLLM 0.33.0)", "31,000 (`LLM`)"],
+        [
+            "Prompt tokens/s of an 8B Llama with EAGLE, 16 prompts of 1,000 tokens",
+            "30,000 (vLLM 0.33.0)",
+            "31,000 (`LLM`)",
+        ],
         [
             f"{model} with EAGLE, whose weights have 8 bits, 1 / 32 requests",
             "420 / 6,746 (vLLM 0.33.0)",

@@ -23,7 +23,7 @@ _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_confi
 _METHODS = ("quant_method", "quant_algo", "quant_type", "format", "fmt")
 _FORMATS = {
     "of 4-bit floats only MXFP4 is read, as GPT-OSS describes it": ("fp4",),
-    "of FP8 only e4m3 in 'fp8' or float-quantized is read, for targets on our layers": ("fp8", "float"),
+    "of FP8 only e4m3 in 'fp8' or float-quantized is read": ("fp8", "float"),
     "8-bit integers are not read": ("int-quantized", "int8"),
     "of compressed-tensors only float-quantized is read": ("naive-quantized", "mixed-precision"),
     "integers of few bits are not read": ("awq", "gptq", "round", "pack-quantized", "hqq", "quanto", "bits", "int4"),
@@ -46,19 +46,24 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(path, "Pass the folder of a downloaded model.")
 
 
-def refuse_quantised(folder: Path, config: dict[str, Any], *, narrow: bool = False) -> None:
+def refuse_quantised(folder: Path, config: dict[str, Any], *, narrow: bool = False, draft: bool = False) -> None:
     """Raise CheckpointError if config.json, a section of it, or a file beside it describes quantised weights. narrow:
-    not for the FP8 weights and MXFP4 experts that this library's layers read."""
+    not for the FP8 weights and MXFP4 experts that targets on this library's layers read. draft: it holds a draft."""
     place = str(folder / "config.json")
-    if narrow and (is_mxfp4(config) or read_fp8_layout(ConfigReader(config, place)) is not None):
+    readable = is_mxfp4(config) or read_fp8_layout(ConfigReader(config, place)) is not None
+    if narrow and readable:
         config = {name: value for name, value in config.items() if name != FIELD}
     if (found := next(_quantised(folder, config), None)) is not None:
         where, method = found
         known = (what for what, words in _FORMATS.items() if any(word in method.lower() for word in words))
+        problem = f"{next(known, 'this format is not read')}. Use"
+        if readable and not narrow:
+            problem = (
+                "a draft reads none. Use" if draft else "a target in transformers reads none. Leave target out, or use"
+            )
         raise CheckpointError(
-            f"{folder} holds quantised weights: {where} has method {method!r:.{_MAX_QUOTED}}; "
-            f"{next(known, 'this format is not read')}. Use a bf16 copy, with weights or draft_weights='fp8' "
-            "for 8 bits, or serve it in vLLM with the plug-in."
+            f"{folder} holds quantised weights: {where} has method {method!r:.{_MAX_QUOTED}}; {problem} a bf16 copy, "
+            "with weights or draft_weights='fp8' for 8 bits, or serve it in vLLM with the plug-in."
         )
 
 

@@ -86,6 +86,11 @@ def _read_groups(section: ConfigReader) -> Fp8Layout:
     )
     every = re.compile("") if "Linear" in targets else _pattern(section, chosen)
     (weights,) = found.values()
+    if "block" in found and weights.values.get("block_structure") is None:
+        raise CheckpointError(
+            f"strategy in {weights.place} is block, and there is no block_structure, the size of a block. Restore the "
+            "file."
+        )
     return Fp8Layout(
         "compressed-tensors",
         frozenset(found),
@@ -102,9 +107,15 @@ def _read_blocks(section: ConfigReader) -> Fp8Layout:
     assumed = {"tensor", "block"}
     if "weight_block_size" in section.values:
         assumed = {"tensor" if section.values["weight_block_size"] is None else "block"}
+    block = _block(section, "weight_block_size")
+    return Fp8Layout("fp8", frozenset(assumed), block, unconverted_modules(section), re.compile(""))
+
+
+def unconverted_modules(section: ConfigReader) -> re.Pattern[str]:
+    """Return a pattern of the modules that a quantization_config of transformers leaves as they are. Raises
+    CheckpointError."""
     names = [*_names(section, "modules_to_not_convert"), *_names(section, "ignored_layers")]
-    ignored = _pattern(section, [rf"(.*\.)?(?:{name})(\..*)?$" for name in names])
-    return Fp8Layout("fp8", frozenset(assumed), _block(section, "weight_block_size"), ignored, re.compile(""))
+    return _pattern(section, [rf"(.*\.)?(?:{name})(\..*)?$" for name in names])
 
 
 def _block(section: ConfigReader, name: str) -> tuple[int, int]:

@@ -9,12 +9,27 @@ from __future__ import annotations
 import torch
 
 from spec_decode.models.checkpoints.files import CheckpointError, is_finite, wider
-from spec_decode.models.checkpoints.store import ScopedWeights
+from spec_decode.models.checkpoints.fp8_layout import FIELD, unconverted_modules
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 
 _BLOCK = 32
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NAN = 255
 """The scale that stands for NaN; any other s is 2 ** (s - 127)."""
+
+
+def check_modules(store: TensorStore) -> None:
+    """Raise CheckpointError for experts that are in another format than quantization_config says of them."""
+    unconverted = unconverted_modules(store.config.section(FIELD))
+    for name in sorted(store.names()):
+        module, _, part = name.rpartition(".")
+        if module.endswith(".experts") and part.startswith(("gate_up_proj", "down_proj")) and "bias" not in part:
+            packed, should = part.endswith(("_blocks", "_scales")), unconverted.match(module) is None
+            if packed != should:
+                raise CheckpointError(
+                    f"{name} in {store.folder} is {'' if packed else 'not '}in MXFP4, and {FIELD} in config.json says "
+                    f"that {module} is{'' if should else ' not'}. Use weights and config.json from the same model."
+                )
 
 
 def take_blocks(weights: ScopedWeights, name: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -83,11 +83,8 @@ class TensorStore:
     @classmethod
     def of(cls, folder: Path, config: dict[str, Any]) -> Self:
         """As `open`, with the folder's config.json. Raises CheckpointError."""
-        weights = weights_file(folder)
-        if weights.suffix == ".json":
-            return cls(folder, config, read_index(weights))
         store = cls(folder, config, {})
-        store._files = dict.fromkeys(store._shard(weights).places, weights)
+        store._files = tensor_files(weights_file(folder), store._shard)
         return store
 
     @property
@@ -217,8 +214,8 @@ class TensorStore:
         if extra := sorted(x for x in unused if x.startswith(under) and not x.endswith("rotary_emb.inv_freq")):
             raise CheckpointError(
                 f"{self.folder} has {len(extra)} unexpected tensors{f' under {under}' if under else ''}: "
-                f"{shortened(extra)}; ignoring them would change the outputs. Use a model without them, or restore "
-                "config.json if it is another model's."
+                f"{shortened(extra)}; the first is in {self._files[extra[0]].name}. Ignoring them would change the "
+                "outputs. Use a model without them, or restore config.json if it is another model's."
             )
 
     def _fitted(self, name: str, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -274,11 +271,26 @@ def weights_file(folder: Path) -> Path:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise CheckpointError for a file of weights that is missing or cannot be read. Reads only the tensors' names."""
-    weights = weights_file(folder)
-    files = [weights] if weights.suffix != ".json" else sorted(set(read_index(weights).values()))
-    for path in files:
-        _open_shard(path)
+    """Raise CheckpointError for a file of weights that is missing or cannot be read, and for a tensor that two files
+    hold. Reads only the tensors' names."""
+    tensor_files(weights_file(folder), _open_shard)
+
+
+def tensor_files(weights: Path, opened: Callable[[Path], _Shard]) -> dict[str, Path]:
+    """Return the file of each tensor, for a file of weights or an index: also of those tensors that it leaves out.
+    Raises CheckpointError, also for a tensor that two files hold."""
+    if weights.suffix != ".json":
+        return dict.fromkeys(opened(weights).places, weights)
+    listed, found = read_index(weights), dict[str, Path]()
+    for path in sorted(set(listed.values())):
+        places = opened(path).places
+        if doubled := next((name for name in places if name in found), None):
+            raise CheckpointError(
+                f"{doubled} is in both {found[doubled]} and {path.name}; either could be the trained one. Download "
+                "the index and its shards again."
+            )
+        found |= dict.fromkeys(places, path)
+    return found | listed
 
 
 def read_index(index: Path) -> dict[str, Path]:

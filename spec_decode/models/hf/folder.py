@@ -18,7 +18,7 @@ from spec_decode.models.checkpoints.files import (
     shortened,
 )
 from spec_decode.models.checkpoints.folder_kind import read_config, refuse_quantised
-from spec_decode.models.checkpoints.store import check_weights
+from spec_decode.models.checkpoints.store import TensorStore, check_weights
 from spec_decode.models.hf import absent
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ _NO_CODE = {"config.json": {"trust_remote_code": False}}
 """Arguments for the files that can name classes of the folder's own code."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _TOKENIZER_PARTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_PACKED = {".qweight": "weights of GPTQ or AWQ", ".weight_packed": "packed weights", "_blocks": "weights of MXFP4"}
+"""Name suffixes of quantised weights."""
 _CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
 """Name suffixes of the scales of an 8-bit KV cache, which no target here uses."""
 
@@ -45,6 +47,7 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
     from transformers import AutoModelForCausalLM
 
     check_model(folder)
+    _refuse_narrow(TensorStore.open(folder))
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -82,6 +85,18 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
             # It maps the file, which could be changed or cut while the model runs.
             parameter.data = parameter.data.clone()
     return model
+
+
+def _refuse_narrow(store: TensorStore) -> None:
+    """Raise CheckpointError for 8-bit floats, which `transformers` would read without their scales, and for integers
+    that stand for weights."""
+    for name in sorted(store.names()):
+        packed = next((form for end, form in _PACKED.items() if name.endswith(end)), None)
+        if packed or ((dtype := store.peek(name).dtype).is_floating_point and dtype.itemsize == 1):
+            raise CheckpointError(
+                f"{name} in {store.folder} has {packed or dtype}, and config.json has no quantization_config. Restore "
+                "config.json, or use a bf16 copy."
+            )
 
 
 def load_generation_config(folder: Path) -> Any:

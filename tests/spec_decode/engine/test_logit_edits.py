@@ -1,5 +1,6 @@
 """A request's biases change its own text as they change the target's logits, however the text is generated."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -173,6 +174,22 @@ def test_min_tokens_holds_at_any_temperature(way):
     if way in ("plain", "plain in graphs", "in trees", "preempted"):
         alone = [texts(make_engine(**WAYS[way]), [request])[0] for request in asked]
         assert [generation.token_ids for generation in found] == alone
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("way", SOME_WAYS)
+def test_end_tokens_are_forbidden_before_min_tokens_and_then_may_be_ignored(way, temperature):
+    engine, sampling = make_engine(**WAYS[way]), {"max_tokens": 8, "temperature": temperature, "logit_bias": {5: 1e4}}
+    for least, ignored, reason, tail in ((4, True, "length", [5] * 4), (4, False, "stop", []), (0, False, "stop", [])):
+        request = make_request(prompt=[1, 2], min_tokens=least, ignore_eos=ignored, **sampling)
+        (found,) = engine.generate([replace(request, end_token_ids=(5,))])
+        assert 5 not in found.token_ids[:least] and found.token_ids[least:] == tail and found.finish_reason == reason
+
+
+@pytest.mark.parametrize("token", [24, -1, None])
+def test_end_token_of_another_vocabulary_is_refused(token):
+    with pytest.raises(BatchError, match=rf"end tokens from 0 to 23, the model's vocabulary, got \[{token}\]"):
+        make_engine().submit(replace(make_request(prompt=[1], ignore_eos=True), end_token_ids=[token]))
 
 
 @pytest.mark.parametrize(

@@ -209,13 +209,16 @@ def as_a_draft(folder: Path) -> dict[str, Any]:
 
 
 PUBLISHED = {
-    "in transformers": (in_transformers, "has method 'compressed-tensors float-quantized'; of FP8 only e4m3"),
+    "in transformers": (
+        in_transformers,
+        "has method 'compressed-tensors float-quantized'; a target .* Leave target out, or use",
+    ),
     "of other layers": (
         of_other_layers,
         "would run in transformers, which gets no quantised weights: .* has logit_scale",
     ),
     "with a wrong scale": (of_another_scale, "up_proj.weight_scale in .* must be positive and finite, got -1"),
-    "as a draft": (as_a_draft, "for targets on our layers. Use a bf16 copy"),
+    "as a draft": (as_a_draft, "; a draft reads none. Use a bf16 copy"),
 }
 
 

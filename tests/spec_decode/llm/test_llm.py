@@ -370,7 +370,7 @@ BAD_PARAMETERS = [
     *(([GREEDY] * n, f"^sampling_params has {n} SamplingParams for 2 prompts. Pass one") for n in (0, 1, 3)),
     (
         SamplingParams(stop_token_ids=[97, 99_999]),
-        r"^prompts\[0\] needs stop_token_ids from 0 to 255, the model's vocabulary, got",
+        r"^prompts\[0\] needs its stop_token_ids and end tokens from 0 to 255, the model's vocabulary, got",
     ),
 ]
 

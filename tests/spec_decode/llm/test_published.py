@@ -71,6 +71,12 @@ def write_tokenizer(
     whole.save_pretrained(folder)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """In bf16, two logits of a random model can be equal up to rounding."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     """A target with a tokenizer, and a small language model as its draft."""
@@ -109,6 +115,12 @@ def test_stop_ids_include_every_known_end_token(folders: tuple[Path, Path]) -> N
     assert load(folders).stop_ids == {0, 7}
     (folders[0] / "generation_config.json").unlink()
     assert load(folders).stop_ids == {0, 7}
+
+
+def test_ignored_end_tokens_are_forbidden_before_min_tokens(folders: tuple[Path, Path]) -> None:
+    params = SamplingParams(max_tokens=6, min_tokens=4, ignore_eos=True, logit_bias={0: 50.0, 7: 40.0})
+    (completion,) = LLM(folders[0], device="cpu").generate("the c", params)
+    assert not {0, 7} & {*completion.token_ids[:4]} and list(completion.token_ids[4:]) == [0, 0]
 
 
 def test_token_without_embedding_is_rejected_on_use(folders: tuple[Path, Path]) -> None:
@@ -233,7 +245,7 @@ def test_quantised_draft_is_rejected_before_reading_target(
     quantise(folders[1])
     monkeypatch.setattr("spec_decode.models.hf.folder.load_model", None)
 
-    with pytest.raises(CheckpointError, match=r"has method 'fp8'; of FP8 only .* on our layers"):
+    with pytest.raises(CheckpointError, match=r"has method 'fp8'; a draft reads none. Use a bf16 copy"):
         load(folders)
 
 

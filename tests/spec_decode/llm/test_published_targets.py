@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.trees import DynamicTreeConfig
 from tests.factories import engine_config, make_request
 from tests.spec_decode.llm.test_published import write_model, write_tokenizer
-from tests.spec_decode.models.test_decoder_target import KINDS, make_model
+from tests.spec_decode.models.test_decoder_target import KINDS, OSS_YARN, make_model
 from tests.spec_decode.models.test_speculators_drafts import FOLDERS
 
 WORDS = ["<end>", "<turn>", *(f"w{i}" for i in range(62))]
@@ -105,8 +106,59 @@ def test_batch_invariant_logprobs_do_not_depend_on_other_prompts(kind: str, fold
 
     for prompt, completion in zip(PROMPTS, together, strict=True):
         assert llm.generate([prompt], params, progress=False)[0].logprobs == completion.logprobs
-    with pytest.raises(BatchError, match="TransformersTarget, which cannot"):
-        LLM(folder_of(kind), device="cpu", batch_invariant=True, target="transformers")
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "why"),
+    [({}, {"target": "transformers"}, "you asked for it"), ({"mlp_bias": True}, {}, "mlp_bias in config.json is True")],
+)
+def test_batch_invariance_names_what_forbids_it(fields: Any, settings: Any, why: str, tmp_path: Path) -> None:
+    write_model(tmp_path, **fields)
+    write_tokenizer(tmp_path)
+    with pytest.raises(BatchError, match=rf"batch_invariant is True, and {tmp_path} runs in transformers.*: {why}"):
+        LLM(tmp_path, device="cpu", batch_invariant=True, **settings)
+
+
+UNCOMPUTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no window": (
+        "gemma-3",
+        {"sliding_window": 0},
+        "sliding_window counts the query itself and must be at least 1, got 0",
+    ),
+    "half a head": (
+        "gpt-oss",
+        {"rope_parameters": {**OSS_YARN, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor in config.json is 0.5, and our layers rotate whole heads only; remove or correct",
+    ),
+    "more than a head": (
+        "phi-3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2.5}},
+        "partial_rotary_factor in config.json is 2.5, and our layers rotate whole heads only; remove or correct",
+    ),
+    "a factor that Llama lacks": (
+        "llama-2",
+        {"logit_scale": 0.5},
+        "config.json has logit_scale, which our layers do not know; remove or correct",
+    ),
+    "a cap that Llama lacks": (
+        "llama-2",
+        {"final_logit_softcapping": 0.5},
+        "config.json has final_logit_softcapping, which our layers do not know; remove or correct",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", [None, "transformers"])
+@pytest.mark.parametrize(("kind", "fields", "message"), UNCOMPUTED.values(), ids=UNCOMPUTED)
+def test_uncomputed_values_are_named(
+    kind: str, fields: Any, message: str, place: str | None, folder_of: Any, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(folder_of(kind), tmp_path / "target"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(CheckpointError) as refused:
+        LLM(folder, device="cpu", target=place)
+    assert str(folder / "config.json") in str(refused.value) and message in str(refused.value)
 
 
 def test_logprobs_match_those_of_transformers(folder_of: Any) -> None:

@@ -133,6 +133,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma-3-capped": ("Gemma3", {**GEMMA, "final_logit_softcapping": 2.0}),
     "olmo-2": ("Olmo2", {}),
     "olmo-3": (
         "Olmo3",
@@ -196,6 +197,13 @@ def whole(target: TargetModel) -> tuple[torch.Tensor, TargetStates]:
     return target.logits(states.hidden), states
 
 
+def drafted(draft: DraftModel, states: TargetStates) -> torch.Tensor:
+    """The states of a draft for the text, in one forward."""
+    groups, tables = paged(draft)
+    batch, metadata = build_ragged(groups, tables, [len(TEXT)], [len(TEXT)])
+    return draft(DraftInputs(TEXT, states.hidden, batch.positions, PagedAttention(groups, metadata)))
+
+
 def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max())
 
@@ -237,7 +245,7 @@ def test_tied_head_shares_the_embeddings_storage() -> None:
 
 
 def test_scaled_logits_have_no_output_projection() -> None:
-    assert load(folder_of("granite")).output_projection is None
+    assert load(folder_of("granite")).output_projection is load(folder_of("gemma-3-capped")).output_projection is None
 
 
 def test_gemma_rounds_its_embeddings_and_norms_as_transformers_does(tmp_path: Path) -> None:
@@ -251,16 +259,31 @@ def test_gemma_rounds_its_embeddings_and_norms_as_transformers_does(tmp_path: Pa
     assert torch.equal(target.norm(found)[1], own.model.norm(found))
 
 
-@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe", "gemma-3", "granite", "gpt-oss"])
+def test_logits_are_capped_in_fp32() -> None:
+    target = load_target(TensorStore.open(folder_of("gemma-3-capped")), dtype=torch.bfloat16, device=CPU)
+    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    assert torch.equal(target.logits(hidden), 2 * (target.lm_head.product(hidden).float() / 2).tanh())
+
+
+@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe", "gemma-3-capped", "granite", "gpt-oss"])
 def test_draft_and_target_of_one_folder_agree(kind: str) -> None:
     target = load(folder_of(kind))
     draft = load_draft(folder_of(kind), target, dtype=torch.float32)
     logits, states = whole(target)
-    groups, tables = paged(draft)
-    batch, metadata = build_ragged(groups, tables, [len(TEXT)], [len(TEXT)])
-    inputs = DraftInputs(TEXT, states.hidden, batch.positions, PagedAttention(groups, metadata))
 
-    assert torch.equal(draft.logits(draft(inputs)), logits)
+    assert torch.equal(draft.logits(drafted(draft, states)), logits)
+
+
+@pytest.mark.parametrize("kind", ["glm-4.5"])
+def test_glm_without_a_draft_layer_drafts_as_a_whole(kind: str, copied: Path) -> None:
+    """transformers writes that there is one, and saves none."""
+    target = load(copied)
+    with pytest.raises(CheckpointError, match=r"got 0\. .* correct config.json: with 0 layers, the whole model drafts"):
+        load_draft(copied, target, dtype=torch.float32)
+    (copied / "config.json").write_text(json.dumps({**config_of(copied), "num_nextn_predict_layers": 0}))
+    draft = load_draft(copied, target, dtype=torch.float32)
+    assert draft.logits(drafted(draft, states := whole(target)[1])).equal(target.logits(states.hidden))
 
 
 FOREIGN = {

@@ -379,4 +379,4 @@ def test_unexpected_tensor_is_named(tmp_path, kind, name):
     message = refused_for(
         tmp_path, kind, EVERY[kind].checkpoint.changed(tensors={each: torch.ones(2) for each in more})
     )
-    assert "1 unexpected tensors" in message and f": {name}; ignoring" in message
+    assert "1 unexpected tensors" in message and f": {name}; the first is in model.safetensors. Ignoring" in message

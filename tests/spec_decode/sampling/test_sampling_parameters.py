@@ -20,7 +20,7 @@ REFUSED = [
     *[("repetition_penalty", value) for value in (0.0, -1.0, 1e4, NAN, INF, True, None)],
     *[("presence_penalty", value) for value in (-2.1, 2.1, NAN, INF, True, None)],
     *[("frequency_penalty", value) for value in (-2.1, 2.1, NAN, INF, True, None)],
-    *[("n", value) for value in (0, -1, 1.5, True, None)],
+    *[("n", value) for value in (0, -1, 1.5, True, None, 16_385, 10**9)],
     *[("min_tokens", value) for value in (-1, 65, 2.0, True, None)],
 ]
 ALLOWED = [

@@ -234,6 +234,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a cache without scales": ({"kv_cache_scheme": CACHE}, "but no k_scale and v_scale of any layer"),
     "rotated weights": ({"transform_config": {"config_groups": {"a": 1}}}, "has transform_config"),
     "pruned weights": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "format in sparsity_config .* 'dense'"),
+    "no size of blocks": (
+        {"config_groups": {"a": {"targets": ["Linear"], "weights": {"strategy": "block"}}}},
+        "strategy in weights .* is block, and there is no block_structure",
+    ),
     "groups of inputs": (compressed("group"), r"strategy must be tensor, channel or block .*, got \['group'\]"),
     "no group": ({"config_groups": {}}, r"strategy must be .*, got \[\]"),
     "scales of other weights": (compressed("tensor"), r"\[\] or \[1\] for "),

@@ -9,7 +9,7 @@ from benchmarks.random_model import timed_load
 from spec_decode.models import CheckpointError
 from spec_decode.models.checkpoints import store as stores
 from spec_decode.models.checkpoints.files import is_finite
-from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore, check_weights
 from spec_decode.testing.memory import read
 from tests.factories import CPU
 from tests.spec_decode.models.generated import FORMS, Generated, make_eagle, save
@@ -68,6 +68,7 @@ def test_unused_tensors_are_rejected_except_rotary_tables(tmp_path):
     message = refusal(lambda: store.refuse_unused())
     assert "has 10 unexpected tensors: extra0, extra1" in message and "extra9" not in message
     assert "inv_freq" not in message
+    assert "; the first is in model.safetensors. " in message
     assert message.endswith("Use a model without them, or restore config.json if it is another model's.")
     for index in range(10):
         store.take(f"extra{index}", (2,))
@@ -122,6 +123,29 @@ def test_tensor_missing_from_its_shard_is_named(tmp_path):
     save(shard, {"other": torch.ones(2)})
     message = refusal(lambda: TensorStore.open(tmp_path).take("fc.weight", (32, 64)))
     assert f"maps fc.weight to {shard.name}, which does not contain it" in message
+
+
+@pytest.mark.parametrize("form", FORMS[1::2])
+def test_tensor_in_two_shards_is_refused(tmp_path, form):
+    first, second = sorted(path for path in CHECKPOINT.write(tmp_path, form).iterdir() if "-of-" in path.name)
+    name, tensor = next(iter(CHECKPOINT.tensors.items()))
+    save(second, {name: tensor + 1})
+    for load in (TensorStore.open, check_weights):
+        assert f"{name} is in both {first} and {second.name}" in refusal(lambda load=load: load(tmp_path))
+
+
+@pytest.mark.parametrize("form", FORMS[1::2])
+def test_tensor_that_the_index_leaves_out_is_read(tmp_path, form):
+    index = CHECKPOINT.write(tmp_path, form) / form
+    shard = json.loads(index.read_text())["weight_map"]
+    place = shard.pop("fc.bias")
+    index.write_text(json.dumps({"weight_map": shard}))
+    store = TensorStore.open(tmp_path)
+    for name, tensor in CHECKPOINT.tensors.items():
+        if name != "fc.bias":
+            store.take(name, tuple(tensor.shape))
+    assert f"1 unexpected tensors: fc.bias; the first is in {place}" in refusal(store.refuse_unused)
+    assert torch.equal(store.take("fc.bias", (32,)), CHECKPOINT.tensors["fc.bias"])
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -120,16 +120,23 @@ def test_unexpected_weights_are_rejected_by_name(folder, plain, name, fields):
     assert f"have 1 tensors unexpected by LlamaForCausalLM: {name};" in refusal(folder)
 
 
-def test_undeclared_quantised_weights_are_rejected(folder, plain):
+@pytest.mark.parametrize("scales", [{}, {"model.layers.0.mlp.up_proj.weight_scale": torch.tensor(0.5)}], ids=len)
+def test_undeclared_quantised_weights_are_rejected(folder, plain, scales):
     """The library casts 8 bits without their scales."""
-    scaled = "model.layers.0.mlp.up_proj.weight"
-    state = {**plain.state_dict(), scaled: plain.state_dict()[scaled].to(torch.float8_e4m3fn)}
-    save_file({**state, f"{scaled}_scale": torch.tensor(0.5)}, folder / "model.safetensors", {"format": "pt"})
-    assert "convert them to bf16 if they are quantised." in refusal(folder)
+    narrow = "model.layers.0.mlp.up_proj.weight"
+    state = {**plain.state_dict(), narrow: plain.state_dict()[narrow].to(torch.float8_e4m3fn)}
+    save_file({**state, **scales}, folder / "model.safetensors", {"format": "pt"})
+    assert f"{narrow} in {folder} has torch.float8_e4m3fn, and config.json has no quant" in refusal(folder)
+    state[narrow.removesuffix("weight") + "qweight"] = state.pop(narrow).int()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    assert "qweight in " in (message := refusal(folder)) and "has weights of GPTQ or AWQ, and" in message
 
 
 QUANTISED = {
-    "fp8": ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "'fp8'; of FP8 only"),
+    "fp8": (
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+        "'fp8'; a target in transformers reads none",
+    ),
     "bitsandbytes": (
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
         "'bitsandbytes'; integers of few bits",
@@ -169,7 +176,7 @@ def test_quantised_model_is_rejected_before_loading(folder, monkeypatch, fields,
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)
     change(folder / "config.json", **fields)
     message = refusal(folder)
-    assert re.search(f"holds quantised weights: .* has method .*{method}.* Use a bf16 copy", message)
+    assert re.search(f"holds quantised weights: .* has method .*{method}.* use a bf16 copy", message, re.I)
     assert len(message.replace(str(folder), "")) < 300
 
 
