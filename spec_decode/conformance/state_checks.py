@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from attn_backends import Rejected, StateFeature, StateInputs
-from builders import BatchError, Recurrence, StateSpec
+from builders import AdvanceLevel, BatchError, Recurrence, StateSpec
 from spec_decode.conformance.check import Cases, Family
-from spec_decode.conformance.coverage import MEMORY, REFUSALS, column, of_state, only
+from spec_decode.conformance.coverage import ADVANCE, MEMORY, REFUSALS, column, of_state, only
 from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.state_fixture import StateFixture
 from spec_decode.testing.state_oracle import Text
@@ -214,14 +214,34 @@ def trees_follow_the_path(subject: StateSubject, spec: StateSpec) -> Measurement
 def later_steps_can_be_forgotten(subject: StateSubject, spec: StateSpec) -> Measurements:
     fixture = _admitted(subject, spec)
     for _ in range(4):
-        fixture.verify(dict.fromkeys(fixture.texts, 1), "step 0 of a draft", reserve=RESERVE)
-        drafts = fixture.texts
-        for step in range(RESERVE):
-            new = {slot: fixture.tokens(1) for slot in drafts}
-            after = fixture.run(new, f"step {step + 1} of a draft", texts=drafts, may_fold=False)
-            drafts = {slot: texts[0] for slot, texts in after.items()}
-        fixture.expect_states("after a draft's steps")
+        _draft(fixture, fixture.texts)
     return fixture.measured
+
+
+@check(
+    "an advance in a graph gives what a build for the next token gives, and changes nothing else",
+    _SHORT_AND_LONG,
+    covers=of_state("mode:decode", ADVANCE),
+)
+def advances_mean_a_rebuild(subject: StateSubject, spec: StateSpec) -> Measurements:
+    support = subject.backend.builder.advance_support(spec, subject.device)
+    if support.level is not AdvanceLevel.IN_GRAPH:
+        raise Unsupported(support.reason)
+    fixture = _admitted(subject, spec)
+    for slots in ((4, 0, 2), (2,), (0, 4)):
+        _draft(fixture, slots, advances=True)
+    return fixture.measured
+
+
+def _draft(fixture: StateFixture, slots: Iterable[int], **how: Any) -> None:
+    """Run the steps of a recurrent draft. Raises CheckFailure if the states of the verified tokens change."""
+    fixture.verify(dict.fromkeys(slots, 1), "step 0 of a draft", reserve=RESERVE)
+    drafts = {slot: fixture.texts[slot] for slot in slots}
+    for step in range(RESERVE):
+        new = {slot: fixture.tokens(1) for slot in drafts}
+        after = fixture.run(new, f"step {step + 1} of a draft", texts=drafts, may_fold=False, **how)
+        drafts = {slot: texts[0] for slot, texts in after.items()}
+    fixture.expect_states("after a draft's steps")
 
 
 @check("a state that does not fit the lengths is flagged, its row inert, and its slot as it was", _specs("base"))

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from attn_backends import StateCache, StateInputs
-from builders import AttentionBatch, BatchBuffers, RequestTables, StateMetadata, StateSpec
+from builders import AttentionBatch, BatchBuffers, RequestTables, StateBuilder, StateMetadata, StateSpec, advance_state
 from spec_decode.graphs import runtime_for
+from spec_decode.testing.host_reads import expect_no_wait
+from spec_decode.testing.metadata_fields import expect_same_fields
 from spec_decode.testing.outcome import Measurements, expect
 from spec_decode.testing.poison import bits
 from spec_decode.testing.state_oracle import LayerWeights, Text, Tokens
@@ -46,12 +48,7 @@ class StateFixture:
         subject.require_supported(spec)
         self.backend, self.spec, self.rows, self.device = subject.backend, spec, rows, subject.device
         self.generator = torch.Generator().manual_seed(0)
-        self.tables = RequestTables(
-            page_sizes=[_MAX_SEQ_LEN], num_pages=[slots], max_reqs=rows, max_seq_len=_MAX_SEQ_LEN, device=self.device
-        )
-        bounds = {"max_reqs": rows, "max_tokens": rows * _ROW_TOKENS, "max_seq_len": _MAX_SEQ_LEN}
-        self.buffers = BatchBuffers(self.tables, max_tokens=rows * _ROW_TOKENS)
-        self.builder = self.backend.builder(spec, self.device, **bounds)
+        self.buffers, self.builder = self._build_from(slots)
         self.caches = self.backend.allocate_state(spec, LAYERS, slots, self.device)
         self.lengths = self.caches[0].lengths
         self.weights = [self._draw_weights() for _ in range(LAYERS)]
@@ -63,6 +60,15 @@ class StateFixture:
         self._graphs: dict[Any, _Step] = {}
         self._errors: dict[str, float] = {}
         self.recycle(*range(slots))
+
+    def _build_from(self, slots: int) -> tuple[BatchBuffers, StateBuilder]:
+        """Return the shared state of batches, and a builder for them."""
+        rows, tokens, device = self.rows, self.rows * _ROW_TOKENS, self.device
+        tables = RequestTables(
+            page_sizes=[_MAX_SEQ_LEN], num_pages=[slots], max_reqs=rows, max_seq_len=_MAX_SEQ_LEN, device=device
+        )
+        bounds = {"max_reqs": rows, "max_tokens": tokens, "max_seq_len": _MAX_SEQ_LEN}
+        return BatchBuffers(tables, max_tokens=tokens), self.backend.builder(self.spec, device, **bounds)
 
     def recycle(self, *slots: int) -> None:
         """End the requests of these slots, and leave garbage there."""
@@ -111,29 +117,36 @@ class StateFixture:
         parents: Sequence[int] | None = None,
         lost: Collection[int] = (),
         captured: bool = True,
+        advances: bool = False,
         **how: Any,
     ) -> dict[int, list[Text]]:
         """Run the new tokens of each slot, in this order of rows. Return each request after each of them.
 
         texts: the requests so far, if not the verified ones. parents: of each token, if they form a tree; -1 is the
-        context. lost: slots whose outputs must be 0. captured: whether equal counts run from a graph. how: see
-        `StateBuilder.build`. Raises CheckFailure for outputs beyond the budget.
+        context. lost: slots whose outputs must be 0. captured: whether equal counts run from a graph. advances:
+        whether the step begins one token earlier, with an advance, whose metadata is then compared with a build for
+        the same lengths elsewhere. how: see `StateBuilder.build`. Raises CheckFailure for outputs beyond the budget.
         """
         texts = self.texts if texts is None else texts
         counts = [tokens.num for tokens in new.values()]
         padded = len({*counts}) == 1
         step = None
         if captured and padded and not how.get("absorb"):
-            step = self._graph(counts[0], parents is not None, how)
+            step = self._graph(counts[0], parents is not None, advances, how)
         rows = self.rows if padded else len(new)
-        self._load(new, texts, parents, rows)
-        step = step or self._step(self._view(counts, rows), how)
+        lengths = [texts[slot].length + tokens.num for slot, tokens in new.items()]
+        _load(self.buffers, new, [length - advances for length in lengths], parents, rows)
+        step = step or self._step(_view(self.buffers, counts, rows), advances, how)
         for buffer, parts in zip(step.inputs, zip(*new.values(), strict=True), strict=True):
             buffer.fill_(torch.nan)
             buffer[:, : sum(counts)] = torch.cat(parts, 1).to(self.device)
         step.out.fill_(torch.nan)
         step.run()
         self.last = step.metadata
+        if advances:
+            buffers, builder = self._build_from(len(self.lengths.base))
+            _load(buffers, new, lengths, parents, rows)
+            expect_same_fields(step.metadata, builder.build(_view(buffers, counts, rows), **how), contract)
         padding = step.out[:, sum(counts) :]
         expect(
             bool(padding.eq(0).all()),
@@ -154,25 +167,21 @@ class StateFixture:
         assert self.last is not None
         self.backend.move_accepted(self.caches, self.last, path, spec=self.spec)
 
-    def _view(self, counts: Sequence[int], rows: int) -> AttentionBatch:
-        uniform = len({*counts}) == 1
-        tokens = rows * counts[0] if uniform else sum(counts)
-        return self.buffers.view(0, num_reqs=rows, num_tokens=tokens, max_query_len=max(counts), uniform=uniform)
-
-    def _graph(self, count: int, tree: bool, how: Mapping[str, Any]) -> _Step:
+    def _graph(self, count: int, tree: bool, advances: bool, how: Mapping[str, Any]) -> _Step:
         """Return the captured step of this shape, captured over padding rows only."""
-        key = (count, tree, *sorted(how.items()))
+        key = (count, tree, advances, *sorted(how.items()))
         if key not in self._graphs:
             self.buffers.clear()
             self.buffers.set_uniform(count)
-            view = self._view([count], self.rows)
-            step = self._step(self.buffers.tree_view(view) if tree else view, how)
+            view = _view(self.buffers, [count], self.rows)
+            step = self._step(self.buffers.tree_view(view) if tree else view, advances, how)
             # At their first call kernels are compiled, which no graph can hold.
             step.run()
-            self._graphs[key] = step._replace(run=runtime_for(self.device).capture(step.run).replay)
+            with expect_no_wait("a step can be captured: it only enqueues device work", "a capture"):
+                self._graphs[key] = step._replace(run=runtime_for(self.device).capture(step.run).replay)
         return self._graphs[key]
 
-    def _step(self, view: AttentionBatch, how: Mapping[str, Any]) -> _Step:
+    def _step(self, view: AttentionBatch, advances: bool, how: Mapping[str, Any]) -> _Step:
         spec, tokens = self.spec, view.num_tokens
         sizes = (
             (spec.conv_channels,),
@@ -188,23 +197,15 @@ class StateFixture:
         metadata = self.builder.build(view, **how)
 
         def run() -> None:
+            if advances:
+                advance_state(self.buffers, view.num_reqs)
+                self.builder.advance(metadata)
             for layer, (cache, weights) in enumerate(zip(self.caches, self.device_weights, strict=True)):
                 given = StateInputs(*(part[layer] for part in inputs), *weights)
                 out[layer].copy_(self.backend.forward(given, cache, metadata, spec=spec))
             self.backend.end_step(self.lengths, metadata, spec=spec)
 
         return _Step(run, inputs, out, metadata)
-
-    def _load(
-        self, new: Mapping[int, Tokens], texts: Mapping[int, Text], parents: Sequence[int] | None, rows: int
-    ) -> None:
-        counts = [tokens.num for tokens in new.values()]
-        self.tables.load([[[slot] for slot in new]], [_MAX_SEQ_LEN] * len(new))
-        self.buffers.load(counts, [texts[slot].length + tokens.num for slot, tokens in new.items()], pad_reqs=rows)
-        masks: list[int] = []
-        for token, parent in enumerate(parents or ()):
-            masks.append(1 << token | (masks[parent] if parent >= 0 else 0))
-        self.buffers.tree_masks[: len(new) * len(masks)] = torch.tensor(masks * len(new), device=self.device)
 
     def expect_states(self, contract: str) -> None:
         """Raise CheckFailure if a state or window is not that of the slot's verified tokens, or a state was lost."""
@@ -249,6 +250,27 @@ class StateFixture:
 
 def _parts(cache: StateCache) -> tuple[Tensor, ...]:
     return cache.state, cache.conv, cache.key, cache.update, cache.decay
+
+
+def _view(buffers: BatchBuffers, counts: Sequence[int], rows: int) -> AttentionBatch:
+    uniform = len({*counts}) == 1
+    tokens = rows * counts[0] if uniform else sum(counts)
+    return buffers.view(0, num_reqs=rows, num_tokens=tokens, max_query_len=max(counts), uniform=uniform)
+
+
+def _load(
+    buffers: BatchBuffers,
+    new: Mapping[int, Tokens],
+    lengths: Sequence[int],
+    parents: Sequence[int] | None,
+    rows: int,
+) -> None:
+    buffers.tables.load([[[slot] for slot in new]], [_MAX_SEQ_LEN] * len(new))
+    buffers.load([tokens.num for tokens in new.values()], lengths, pad_reqs=rows)
+    masks: list[int] = []
+    for token, parent in enumerate(parents or ()):
+        masks.append(1 << token | (masks[parent] if parent >= 0 else 0))
+    buffers.tree_masks[: len(new) * len(masks)] = torch.tensor(masks * len(new), device=buffers.tree_masks.device)
 
 
 def _follow(

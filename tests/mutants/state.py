@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_backends import Accepted, StateCache, StateInputs, StateLengths, StepPlan
 from attn_backends.state_cache import allocate_caches, replayed
 from attn_backends.torch_state import TorchState
-from builders import AttentionBatch, Recurrence, StateBuilder, StateMetadata, StateSpec
+from builders import AdvanceSupport, AttentionBatch, Recurrence, StateBuilder, StateMetadata, StateSpec
 from tests.mutants.mutant import backend
 
 
@@ -193,6 +193,47 @@ class CopiesLengths(StateBuilder):
 @backend("state.graph_replays_over_other_batches")
 class ReplaysTheCapturedLengths(TorchState):
     builder = CopiesLengths
+
+
+class WaitsInAdvance(StateBuilder):
+    def advance(self, metadata: StateMetadata) -> None:
+        metadata.seq_lens.sum().item()
+
+
+class MovesLengthsTwice(StateBuilder):
+    def advance(self, metadata: StateMetadata) -> None:
+        metadata.seq_lens.add_(1)
+
+
+class MovesPaddingRows(StateBuilder):
+    def advance(self, metadata: StateMetadata) -> None:
+        metadata.seq_lens.clamp_(min=1)
+
+
+class KeepsLengths(CopiesLengths):
+    @classmethod
+    def advance_support(cls, spec: StateSpec, device: torch.device) -> AdvanceSupport:  # type: ignore[override]
+        return StateBuilder.advance_support(spec, device)
+
+
+@backend("state.advances_mean_a_rebuild")
+class WaitsForTheHostInAdvance(TorchState):
+    builder = WaitsInAdvance
+
+
+@backend("state.advances_mean_a_rebuild")
+class MovesLengthsThatHaveMoved(TorchState):
+    builder = MovesLengthsTwice
+
+
+@backend("state.advances_mean_a_rebuild")
+class BeginsRequestsInPadding(TorchState):
+    builder = MovesPaddingRows
+
+
+@backend("state.advances_mean_a_rebuild", cases="long_journal")
+class AdvancesNoLengths(TorchState):
+    builder = KeepsLengths
 
 
 @backend("state.rollback_is_bitwise")
