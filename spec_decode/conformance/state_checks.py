@@ -13,6 +13,8 @@ from attn_backends import Rejected, StateFeature, StateInputs
 from builders import AdvanceLevel, BatchError, Recurrence, StateSpec
 from spec_decode.conformance.check import Cases, Family
 from spec_decode.conformance.coverage import ADVANCE, MEMORY, REFUSALS, column, of_state, only
+from spec_decode.conformance.drawn_cases import drawn_seed
+from spec_decode.conformance.drawn_states import STEPS, DrawnState, drawn_states
 from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.state_fixture import StateFixture
 from spec_decode.testing.state_oracle import Text
@@ -71,6 +73,23 @@ def steps_mean_a_sequential_run(subject: StateSubject, spec: StateSpec) -> Measu
     for _ in range(8):
         accepted = {slot: draw.randint(0, _DRAFTS) for slot in fixture.texts}
         fixture.verify(accepted, "a verification")
+        fixture.expect_states("after a verification")
+    return fixture.measured
+
+
+@check(
+    "a sequential run, at any sizes that a backend claims: dims, heads, widths, journals, requests, tokens, no bias",
+    lambda subject: drawn_states(subject, drawn_seed()),
+    covers=lambda subject, case: of_state()(subject, case.spec),
+)
+def sizes_are_served(subject: StateSubject, case: DrawnState) -> Measurements:
+    fixture = StateFixture(subject, case.spec, rows=case.rows, slots=case.rows + 1, layers=1, bias=case.bias)
+    draw, slots = random.Random(0), range(case.rows, 0, -1)
+    fixture.begin({slot: case.prompt if slot == 1 else draw.randint(1, case.prompt) for slot in slots})
+    fixture.expect_states("after prompts")
+    for _ in range(STEPS):
+        accepted = {slot: draw.randrange(case.query) for slot in slots}
+        fixture.verify(accepted, "a verification", count=case.query, captured=False)
         fixture.expect_states("after a verification")
     return fixture.measured
 

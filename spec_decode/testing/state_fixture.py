@@ -18,7 +18,7 @@ from spec_decode.testing.poison import bits
 from spec_decode.testing.state_oracle import LayerWeights, Text, Tokens
 from spec_decode.testing.state_subject import QUERY, StateSubject
 
-LAYERS = 3
+_LAYERS = 3
 """With two, a fault in the last layer can hide behind one in the first."""
 _MAX_SEQ_LEN = 1 << 12
 _FLOOR = 64 * torch.finfo(torch.float32).eps
@@ -43,15 +43,24 @@ class StateFixture:
     step gives is compared with the oracle, and padding rows must give 0. texts: the verified tokens of each slot.
     """
 
-    def __init__(self, subject: StateSubject, spec: StateSpec, *, rows: int = 4, slots: int = 6) -> None:
-        """Raises Unsupported if the backend rejects the spec."""
+    def __init__(
+        self,
+        subject: StateSubject,
+        spec: StateSpec,
+        *,
+        rows: int = 4,
+        slots: int = 6,
+        layers: int = _LAYERS,
+        bias: bool = True,
+    ) -> None:
+        """bias: whether convolutions have one. Raises Unsupported if the backend rejects the spec."""
         subject.require_supported(spec)
         self.backend, self.spec, self.rows, self.device = subject.backend, spec, rows, subject.device
         self.generator = torch.Generator().manual_seed(0)
         self.buffers, self.builder = self._build_from(slots)
-        self.caches = self.backend.allocate_state(spec, LAYERS, slots, self.device)
+        self.caches = self.backend.allocate_state(spec, layers, slots, self.device)
         self.lengths = self.caches[0].lengths
-        self.weights = [self._draw_weights() for _ in range(LAYERS)]
+        self.weights = [self._draw_weights(bias) for _ in range(layers)]
         self.device_weights = [[None if part is None else part.to(self.device) for part in own] for own in self.weights]
         self.texts: dict[int, Text] = {}
         self.measured: Measurements = {"error_over_budget": 0.0}
@@ -79,21 +88,23 @@ class StateFixture:
                     part[slot] = torch.nan
             self.lengths.base[slot], self.lengths.held[slot] = 5, min(3, self.spec.journal)
 
-    def _draw_weights(self) -> LayerWeights:
+    def _draw_weights(self, has_bias: bool) -> LayerWeights:
         draw, spec = self.generator, self.spec
         shapes = (spec.conv_channels, spec.conv_width), (spec.conv_channels,)
         weight, bias = (0.5 * torch.randn(shape, generator=draw).to(spec.dtype) for shape in shapes)
         skips = spec.recurrence.rule.skips
-        return LayerWeights(weight, bias, torch.randn(spec.num_value_heads, generator=draw) if skips else None)
+        return LayerWeights(
+            weight, bias if has_bias else None, torch.randn(spec.num_value_heads, generator=draw) if skips else None
+        )
 
     def tokens(self, count: int) -> Tokens:
         """Draw inputs, with decays from slow to fast."""
-        draw, spec = self.generator, self.spec
+        draw, spec, layers = self.generator, self.spec, len(self.weights)
         rates = torch.logspace(-3, 0, spec.matrices).view(-1, *(1,) * (len(spec.decay_dims) - 1))
         return Tokens(
-            torch.randn(LAYERS, count, spec.conv_channels, generator=draw).to(spec.dtype),
-            -rates * torch.rand(LAYERS, count, *spec.decay_dims, generator=draw),
-            torch.rand(LAYERS, count, spec.matrices, generator=draw),
+            torch.randn(layers, count, spec.conv_channels, generator=draw).to(spec.dtype),
+            -rates * torch.rand(layers, count, *spec.decay_dims, generator=draw),
+            torch.rand(layers, count, spec.matrices, generator=draw),
         )
 
     def admit(self, slot: int, *chunks: int | Tokens) -> None:
@@ -102,6 +113,12 @@ class StateFixture:
         for chunk in chunks:
             new = {slot: self.tokens(chunk) if isinstance(chunk, int) else chunk}
             self.texts[slot] = self.run(new, "a prompt", absorb=True)[slot][-1]
+
+    def begin(self, prompts: Mapping[int, int]) -> None:
+        """Begin requests whose prompts, of these tokens, are computed in one step."""
+        self.texts |= {slot: Text.empty(self.spec, self.weights) for slot in prompts}
+        after = self.run({slot: self.tokens(count) for slot, count in prompts.items()}, "prompts", absorb=True)
+        self.texts |= {slot: texts[-1] for slot, texts in after.items()}
 
     def verify(self, accepted: Mapping[int, int], contract: str, *, count: int = QUERY, **how: Any) -> None:
         """Run `count` new tokens of these slots, in this order of rows; keep the first and `accepted` more of each."""
@@ -191,7 +208,7 @@ class StateFixture:
         )
         dtypes = (spec.dtype, torch.float32, torch.float32, spec.dtype)
         *inputs, out = (
-            torch.zeros(LAYERS, tokens, *size, dtype=dtype, device=self.device)
+            torch.zeros(len(self.caches), tokens, *size, dtype=dtype, device=self.device)
             for size, dtype in zip(sizes, dtypes, strict=True)
         )
         metadata = self.builder.build(view, **how)
