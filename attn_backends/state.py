@@ -174,9 +174,16 @@ class StateBackend(ABC):
 
 
 def check_state_inputs(inputs: StateInputs, cache: StateCache, metadata: StateMetadata, spec: StateSpec) -> None:
-    """Raise BatchError for tensors that a kernel would misread. It never syncs with the device."""
+    """Raise BatchError for tensors that a kernel would misread, and for block tables with ids of more slots than the
+    cache has. It never syncs with the device."""
     device, tokens, channels = cache.state.device, metadata.num_tokens, spec.conv_channels
     cache.check(spec, device)
+    require(
+        metadata.num_slots is None or metadata.num_slots <= len(cache.state),
+        f"block tables with slots 0 to {(metadata.num_slots or 0) - 1} need as many in the cache, which has "
+        f"{len(cache.state)}; nothing was written. Make RequestTables with num_pages={len(cache.state)} for this "
+        "group, or allocate more slots.",
+    )
     require_tensor("x", inputs.x, shape=(tokens, channels), dtype=spec.dtype, device=device)
     require_tensor("decay", inputs.decay, shape=(tokens, *spec.decay_dims), dtype=torch.float32, device=device)
     require_tensor("beta", inputs.beta, shape=(tokens, spec.matrices), dtype=torch.float32, device=device)

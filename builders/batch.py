@@ -53,6 +53,9 @@ class AttentionBatch:
     """int64 [num_tokens] if the queries are trees of at most MAX_TREE_TOKENS tokens; None if they are chains. Bit j of
     a token's mask is set if it sees query token j of its request; every token sees the whole cached prefix. A token's
     position is prefix length + set bits - 1, and its slot is that of prefix length + index. Padding: 0."""
+    num_pages: int | None = None
+    """Pages of the group's pool, which bounds the ids in block_table; None if the caller does not know it.
+    `BatchBuffers` always sets it."""
 
 
 def check_batch(batch: AttentionBatch, device: torch.device) -> None:
@@ -239,6 +242,7 @@ class BatchBuffers:
             host_seq_lens=None if host_seq_lens is None else tuple(host_seq_lens),
             host_seq_lens_exact=host_seq_lens_exact,
             host_query_lens=self._query_lens[:num_reqs],
+            num_pages=self.tables.num_pages[group],
         )
 
     def tree_view(self, view: AttentionBatch) -> AttentionBatch:

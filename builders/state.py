@@ -39,6 +39,8 @@ class StateMetadata:
     for ever: not so in the later steps of a recurrent draft."""
     reserve: int
     """Journal entries that steps without a fold will add after this one."""
+    num_slots: int | None = None
+    """Every id in slots is below it, so a cache needs as many slots; None if the batch does not know its pool."""
 
 
 class StateBuilder(MetadataBuilder[StateMetadata]):
@@ -100,6 +102,7 @@ class StateBuilder(MetadataBuilder[StateMetadata]):
             absorb=absorb,
             may_fold=may_fold,
             reserve=reserve,
+            num_slots=batch.num_pages,
         )
 
     def row_capacity(self, batch: AttentionBatch) -> int:

@@ -384,7 +384,9 @@ def unclaimed_is_refused(subject: StateSubject, spec: StateSpec) -> None:
 
 
 @check(
-    "tensors of another shape or dtype are rejected, and slots keep their bits", _specs("base"), covers=only(REFUSALS)
+    "tensors of another shape or dtype, and tables of more slots, are rejected, and slots keep their bits",
+    _specs("base"),
+    covers=only(REFUSALS),
 )
 def bad_tensors_never_reach_a_kernel(subject: StateSubject, spec: StateSpec) -> None:
     fixture = _admitted(subject, spec)
@@ -399,15 +401,21 @@ def bad_tensors_never_reach_a_kernel(subject: StateSubject, spec: StateSpec) -> 
         wrong.append(good._replace(skip=torch.zeros(spec.num_value_heads, device=subject.device)))
     cache = fixture.caches[0]
     misfits = [replace(cache, state=cache.state[..., :-1]), replace(cache, key=cache.key.double())]
-    before = fixture.content(4)
-    for inputs, own in (*((inputs, cache) for inputs in wrong), *((good, misfit) for misfit in misfits)):
+    before, slots = fixture.content(4), metadata.num_slots
+    calls = [*((inputs, cache, metadata) for inputs in wrong), *((good, misfit, metadata) for misfit in misfits)]
+    calls.append((good, cache, replace(metadata, num_slots=7)))
+    for inputs, own, given_metadata in calls:
         try:
-            subject.backend.forward(inputs, own, metadata, spec=spec)
+            subject.backend.forward(inputs, own, given_metadata, spec=spec)
         except BatchError:
             continue
         parts = inputs._asdict().items()
         got = {name: (part.dtype, list(part.shape)) for name, part in parts if part is not None}
-        raise CheckFailure(contract="bad input never reaches a kernel", expected="BatchError", got=f"a result of {got}")
+        raise CheckFailure(
+            contract="bad input never reaches a kernel",
+            expected="BatchError",
+            got=f"a result of {got}, with tables of {given_metadata.num_slots} slots and a cache of {slots}",
+        )
     _expect_same([before], [fixture.content(4)], "a slot after rejected calls")
 
 

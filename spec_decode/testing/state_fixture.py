@@ -13,7 +13,7 @@ from builders import AttentionBatch, BatchBuffers, RequestTables, StateBuilder, 
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.host_reads import expect_no_wait
 from spec_decode.testing.metadata_fields import expect_same_fields
-from spec_decode.testing.outcome import Measurements, expect
+from spec_decode.testing.outcome import CheckFailure, Measurements, expect
 from spec_decode.testing.poison import bits
 from spec_decode.testing.state_oracle import LayerWeights, Text, Tokens
 from spec_decode.testing.state_subject import QUERY, StateSubject
@@ -172,7 +172,9 @@ class StateFixture:
             got=f"{int(padding.ne(0).sum())} other elements",
         )
         after, wanted = _follow(new, texts, parents, lost)
-        self.expect_close("outputs", step.out[:, : sum(counts)], wanted, contract)
+        tokens = [f"query token {token} of slot {slot}" for slot in new for token in range(new[slot].num)]
+        axes = ("layer", tokens, "head", "column")
+        self.expect_close("outputs", step.out[:, : sum(counts)], wanted, axes, contract)
         return after
 
     def accept_paths(self, paths: Mapping[int, Sequence[int]], after: Mapping[int, Sequence[Text]]) -> None:
@@ -235,28 +237,39 @@ class StateFixture:
             pairs = [text.layers[layer] for text in self.texts.values()]
             states = [torch.stack([pair[kind].state for pair in pairs]) for kind in (0, 1)]
             windows = [torch.stack([pair[kind].windows() for pair in pairs]) for kind in (0, 1)]
-            self.expect_close("states", found[0], states, f"{contract}, layer {layer}")
-            self.expect_close("windows", found[1], windows, f"{contract}, layer {layer}")
+            rows = [f"slot {slot} after {text.length} tokens" for slot, text in self.texts.items()]
+            self.expect_close("states", found[0], states, (rows, "head", "key", "column"), f"{contract}, layer {layer}")
+            self.expect_close("windows", found[1], windows, (rows, "input", "channel"), f"{contract}, layer {layer}")
 
-    def expect_close(self, what: str, found: Tensor, wanted: Sequence[Tensor], contract: str) -> None:
+    def expect_close(
+        self,
+        what: str,
+        found: Tensor,
+        wanted: Sequence[Tensor],
+        axes: Sequence[str | Sequence[str]],
+        contract: str,
+    ) -> None:
         """Raise CheckFailure if `found` differs from the reference by more than twice the low-precision one's largest
-        error so far, relative to the largest element. wanted: the reference, and the low-precision one."""
+        error so far, relative to the largest element; it names the worst element. wanted: the reference, and the
+        low-precision one. axes: the name of each dim, or those of its elements."""
         reference, low = wanted
         if not reference.numel():
             return
         size = reference.abs().max().clamp_min(1e-12)
-        error, of_low = (
-            float(((each.double().cpu() - reference).abs().max() / size).nan_to_num(nan=torch.inf))
-            for each in (found, low)
-        )
-        self._errors[what] = max(self._errors.get(what, 0.0), of_low)
+        got = found.double().cpu()
+        errors, of_low = (((each - reference).abs() / size).nan_to_num(nan=torch.inf) for each in (got, low))
+        error = float(errors.max())
+        self._errors[what] = max(self._errors.get(what, 0.0), float(of_low.max()))
         budget = 2 * self._errors[what] + _FLOOR
         self.measured["error_over_budget"] = max(self.measured["error_over_budget"], error / budget)
-        expect(
-            error <= budget,
+        if error <= budget:
+            return
+        at = tuple((errors == error).nonzero()[0].tolist())
+        place = [f"{axis} {i}" if isinstance(axis, str) else axis[i] for axis, i in zip(axes, at, strict=True)]
+        raise CheckFailure(
             contract=f"{contract}: {what}",
-            expected=f"those of a sequential run within {budget:.2e}",
-            got=f"relative error {error:.2e} on [{self.spec.describe()}]",
+            expected=f"those of a sequential run within {budget:.2e}; {reference[at]:.6g} at {', '.join(place)}",
+            got=f"{got[at]:.6g}, a relative error of {error:.2e}, on [{self.spec.describe()}]",
         )
 
     def content(self, slot: int) -> list[Tensor]:

@@ -292,3 +292,9 @@ class CastsInputs(TorchState):
     def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
         cast: Any = (None if part is None else part.float() for part in inputs)
         return super().forward(StateInputs(*cast), cache, metadata, spec=spec)
+
+
+@backend("state.bad_tensors_never_reach_a_kernel")
+class TakesTablesOfMoreSlots(TorchState):
+    def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
+        return super().forward(inputs, cache, replace(metadata, num_slots=None), spec=spec)
