@@ -148,7 +148,7 @@ def test_slot_outside_the_cache_is_inert():
 def test_tables_of_more_slots_than_the_cache_are_refused():
     slots = Slots(SPEC)
     (slots.cache,) = slots.backend.allocate_state(SPEC, 1, 2, CPU)
-    with pytest.raises(BatchError, match=r"slots 0 to 2 need as many in the cache, which has 2; .*num_pages=2"):
+    with pytest.raises(BatchError, match=r"must have the 3 slots .* got 2; .*num_pages=2"):
         slots.step(inputs_of(SPEC, 3), [1], [3], [3])
 
 
