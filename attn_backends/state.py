@@ -162,10 +162,10 @@ class StateBackend(ABC):
         first = lengths.held[slot] - query_lens
         # A row that the step left out does not end where its lengths say.
         live &= (seq_lens == lengths.base[slot] + lengths.held[slot]) & (first >= 0)
-        entry = torch.arange(spec.journal, device=path.device) - first[:, None] - 1
+        own = torch.arange(spec.journal, device=path.device)
+        entry = own - first[:, None] - 1
         token = path.gather(1, entry.clamp(0, path.shape[1] - 1))
         moves = (entry >= 0) & (entry < path.shape[1]) & (token > 0) & (token < query_lens[:, None])
-        own = torch.arange(spec.journal, device=path.device)
         source = torch.where(moves, first[:, None] + token, own).clamp(0, spec.journal - 1)
         rows = torch.arange(len(slot), device=path.device)[:, None]
         for cache in caches:
@@ -174,9 +174,16 @@ class StateBackend(ABC):
 
 
 def check_state_inputs(inputs: StateInputs, cache: StateCache, metadata: StateMetadata, spec: StateSpec) -> None:
-    """Raise BatchError for tensors that a kernel would misread. It never syncs with the device."""
+    """Raise BatchError for tensors that a kernel would misread, and for tables of more slots than the cache has. It
+    never syncs with the device."""
     device, tokens, channels = cache.state.device, metadata.num_tokens, spec.conv_channels
     cache.check(spec, device)
+    slots = len(cache.state)
+    require(
+        (metadata.num_slots or 0) <= slots,
+        f"the cache must have the {metadata.num_slots} slots that the batch's tables name, got {slots}; nothing was "
+        f"written. Allocate more slots, or make tables with num_pages={slots} for this group.",
+    )
     require_tensor("x", inputs.x, shape=(tokens, channels), dtype=spec.dtype, device=device)
     require_tensor("decay", inputs.decay, shape=(tokens, *spec.decay_dims), dtype=torch.float32, device=device)
     require_tensor("beta", inputs.beta, shape=(tokens, spec.matrices), dtype=torch.float32, device=device)

@@ -99,12 +99,12 @@ def allocate_caches(spec: StateSpec, num_layers: int, num_slots: int, device: to
         "layers of the group, and a slot for each request.",
     )
     lengths = StateLengths(*(torch.zeros(num_slots, dtype=torch.int32, device=device) for _ in range(3)))
-
-    def empty() -> dict[str, Tensor]:
+    caches = []
+    for _ in range(num_layers):
         parts = _parts(spec).items()
-        return {name: torch.empty(num_slots, *dims, dtype=dtype, device=device) for name, (dims, dtype) in parts}
-
-    return tuple(StateCache(**empty(), lengths=lengths) for _ in range(num_layers))
+        new = {name: torch.empty(num_slots, *dims, dtype=dtype, device=device) for name, (dims, dtype) in parts}
+        caches.append(StateCache(**new, lengths=lengths))
+    return tuple(caches)
 
 
 class StepPlan(NamedTuple):
@@ -156,16 +156,8 @@ def plan_step(lengths: StateLengths, metadata: StateMetadata, spec: StateSpec) -
         fold = fresh | (runs & full) if metadata.may_fold else fresh
         lost = lost | (runs & ~fold & (replay + query_lens > spec.journal))
     live = runs & ~lost
-    return StepPlan(
-        slot=torch.where(live, slot, 0),
-        query_lens=torch.where(live, query_lens, 0),
-        context=torch.where(live, context, 0),
-        replay=torch.where(live, replay, 0),
-        live=live,
-        fresh=fresh & live,
-        fold=fold & live,
-        lost=lost,
-    )
+    counts = (torch.where(live, part, 0) for part in (slot, query_lens, context, replay))
+    return StepPlan._make((*counts, live, fresh & live, fold & live, lost))
 
 
 def factors(decay: Tensor) -> Tensor:

@@ -70,15 +70,11 @@ class StateCapabilities:
     def unsupported_reasons(self, spec: StateSpec, device: torch.device) -> list[str]:
         """Return why this spec cannot run on this device; empty if it can."""
         reasons = device_reasons(self.devices, self.compute_capability, self.one_major_version, device)
-        names = {
-            "recurrence": ([each.value for each in self.recurrences], spec.recurrence.value),
-            "dtype": (list(map(_name, self.dtypes)), _name(spec.dtype)),
-            "state_dtype": (list(map(_name, self.state_dtypes)), _name(spec.state_dtype)),
-        }
+        listed = {"recurrence": self.recurrences, "dtype": self.dtypes, "state_dtype": self.state_dtypes}
         reasons += [
-            f"{name} must be {' or '.join(served)}, got {got}"
-            for name, (served, got) in names.items()
-            if got not in served
+            f"{name} must be {' or '.join(map(_name, served))}, got {_name(getattr(spec, name))}"
+            for name, served in listed.items()
+            if getattr(spec, name) not in served
         ]
         dims = [("conv_width", spec.conv_width, self.conv_widths), ("journal", spec.journal, self.journals)]
         if spec.matrices:
@@ -93,5 +89,5 @@ def features_used(spec: StateSpec) -> list[StateFeature]:
     return [feature for feature, is_used in used.items() if is_used]
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(value: object) -> str:
+    return value.value if isinstance(value, Recurrence) else str(value).removeprefix("torch.")

@@ -27,8 +27,7 @@ class AttentionBatch:
     slot_mapping     int64 [num_tokens]           -1 writes nothing
 
     Kernels do not validate pages: block-table entries up to a row's seq_len must be pages of the cache. `RequestTables`
-    and `BatchBuffers` ensure that. If you fill a batch by other means, such as an engine's own tables, you must ensure
-    it; `check_batch` checks what the host can see.
+    and `BatchBuffers` ensure that. Who fills a batch by other means must; `check_batch` checks what the host can see.
     """
 
     num_reqs: int
@@ -53,6 +52,8 @@ class AttentionBatch:
     """int64 [num_tokens] if the queries are trees of at most MAX_TREE_TOKENS tokens; None if they are chains. Bit j of
     a token's mask is set if it sees query token j of its request; every token sees the whole cached prefix. A token's
     position is prefix length + set bits - 1, and its slot is that of prefix length + index. Padding: 0."""
+    num_pages: int | None = None
+    """Pages of the group's pool, a bound on the ids in block_table; None if the caller does not pass it."""
 
 
 def check_batch(batch: AttentionBatch, device: torch.device) -> None:
@@ -239,6 +240,7 @@ class BatchBuffers:
             host_seq_lens=None if host_seq_lens is None else tuple(host_seq_lens),
             host_seq_lens_exact=host_seq_lens_exact,
             host_query_lens=self._query_lens[:num_reqs],
+            num_pages=self.tables.num_pages[group],
         )
 
     def tree_view(self, view: AttentionBatch) -> AttentionBatch:

@@ -39,6 +39,8 @@ class StateMetadata:
     for ever: not so in the later steps of a recurrent draft."""
     reserve: int
     """Journal entries that steps without a fold will add after this one."""
+    num_slots: int | None = None
+    """A bound on slots: the cache must have as many. None if the batch has no num_pages."""
 
 
 class StateBuilder(MetadataBuilder[StateMetadata]):
@@ -49,8 +51,7 @@ class StateBuilder(MetadataBuilder[StateMetadata]):
     def __init__(
         self, spec: StateSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
     ) -> None:
-        bounds = {"max_reqs": max_reqs, "max_tokens": max_tokens, "max_seq_len": max_seq_len}
-        super().__init__(spec, device, **bounds)  # type: ignore[arg-type]
+        super().__init__(spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)  # type: ignore[arg-type]
 
     graph_support = GraphSupport.ALWAYS
     step_fields = ("seq_lens",)
@@ -100,6 +101,7 @@ class StateBuilder(MetadataBuilder[StateMetadata]):
             absorb=absorb,
             may_fold=may_fold,
             reserve=reserve,
+            num_slots=batch.num_pages,
         )
 
     def row_capacity(self, batch: AttentionBatch) -> int:

@@ -31,7 +31,7 @@ def spec_axes(able: Capabilities) -> list[Axis]:
         Axis("num_kv_heads", {"1": [1]} if latents_only else _KV_HEADS),
         Axis("group_size", optional(Feature.GQA, {"1": [1]}, _GROUPS)),
         Axis("dims", _dims(able)),
-        Axis("page_size", _claimed(_PAGES, able.page_sizes)),
+        Axis("page_size", claimed_sizes(_PAGES, able.page_sizes)),
         Axis("window", optional(Feature.SLIDING_WINDOW, {"none": [None]}, _WINDOWS)),
         Axis("scale", {"default": [1.0], "another": [0.25, 0.5, 3.0]}),
         Axis("soft_cap", optional(Feature.SOFT_CAP, {"none": [None]}, {"capped": [0.5, 2.0, 8.0, 30.0, 50.0, 100.0]})),
@@ -131,7 +131,7 @@ _WINDOWS = {
 }
 
 
-def _claimed(classes: dict[str, list[int]], sizes: Sizes) -> dict[str, list[int]]:
+def claimed_sizes(classes: dict[str, list[int]], sizes: Sizes) -> dict[str, list[int]]:
     """Return the part of the classes that is claimed, and the ends of the claim as classes of their own."""
     ends = {
         f"its {end}, {size}": [size] for end, size in (("smallest", sizes.smallest), ("largest", sizes.largest)) if size
@@ -140,18 +140,16 @@ def _claimed(classes: dict[str, list[int]], sizes: Sizes) -> dict[str, list[int]
     return ends | {label: each for label, each in within.items() if each and each not in ends.values()}
 
 
+def dims_of(sizes: Sizes) -> dict[str, list[int]]:
+    """Return the classes of dims that are claimed, but for those so small that a relative error says little."""
+    classes = claimed_sizes(_DIMS, sizes)
+    return {label: kept for label, each in classes.items() if (kept := [dim for dim in each if dim >= _FEW_DIMS])}
+
+
 def _dims(able: Capabilities) -> dict[str, list[tuple[int, int]]]:
     """Return classes of (head_dim, value_dim)."""
     value_dims = able.value_dims or able.head_dims
-    # Of fewer dims, a relative error says little.
-    of_heads, of_values = (
-        {
-            label: kept
-            for label, each in _claimed(_DIMS, dims).items()
-            if (kept := [dim for dim in each if dim >= _FEW_DIMS])
-        }
-        for dims in (able.head_dims, value_dims)
-    )
+    of_heads, of_values = dims_of(able.head_dims), dims_of(value_dims)
     heads, values = (sorted({dim for each in classes.values() for dim in each}) for classes in (of_heads, of_values))
     same = {label: [(dim, dim) for dim in each if dim in value_dims] for label, each in of_heads.items()}
     unlike = {

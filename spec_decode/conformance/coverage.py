@@ -81,7 +81,7 @@ def of_state(*columns: str) -> Coverage:
     """Cover these columns, and those of a StateSpec, the case."""
 
     def covers(subject: Any, case: StateSpec) -> Iterator[str]:
-        yield from (*columns, CAPTURE, ADVANCE, JOURNAL, column("recurrence", case.recurrence))
+        yield from (*columns, CAPTURE, JOURNAL, column("recurrence", case.recurrence))
         yield from (column("dtype", case.dtype), column("state_dtype", case.state_dtype))
         yield from (column("state", feature) for feature in features_used(case))
 

@@ -77,6 +77,11 @@ def drawn_from(seed: int = 0) -> Iterator[None]:
         _seed.reset(token)
 
 
+def drawn_seed() -> int:
+    """Return the seed to draw cases from."""
+    return _seed.get()
+
+
 def drawn(subject: Subject) -> DrawnCases:
     """Return the cases for a backend on a device, the same ones each time.
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from attn_backends import Rejected, StateFeature, StateInputs
-from builders import BatchError, Recurrence, StateSpec
+from builders import AdvanceLevel, BatchError, Recurrence, StateSpec
 from spec_decode.conformance.check import Cases, Family
-from spec_decode.conformance.coverage import MEMORY, REFUSALS, column, of_state, only
+from spec_decode.conformance.coverage import ADVANCE, MEMORY, REFUSALS, column, of_state, only
+from spec_decode.conformance.drawn_cases import drawn_seed
+from spec_decode.conformance.drawn_states import STEPS, DrawnState, drawn_states
 from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.state_fixture import StateFixture
 from spec_decode.testing.state_oracle import Text
@@ -71,6 +73,23 @@ def steps_mean_a_sequential_run(subject: StateSubject, spec: StateSpec) -> Measu
     for _ in range(8):
         accepted = {slot: draw.randint(0, _DRAFTS) for slot in fixture.texts}
         fixture.verify(accepted, "a verification")
+        fixture.expect_states("after a verification")
+    return fixture.measured
+
+
+@check(
+    "a sequential run, at any sizes that a backend claims: dims, heads, widths, journals, requests, tokens, no bias",
+    lambda subject: drawn_states(subject, drawn_seed()),
+    covers=lambda subject, case: of_state()(subject, case.spec),
+)
+def sizes_are_served(subject: StateSubject, case: DrawnState) -> Measurements:
+    fixture = StateFixture(subject, case.spec, rows=case.rows, slots=case.rows + 1, layers=1, bias=case.bias)
+    draw, slots = random.Random(0), range(case.rows, 0, -1)
+    fixture.begin({slot: case.prompt if slot == 1 else draw.randint(1, case.prompt) for slot in slots})
+    fixture.expect_states("after prompts")
+    for _ in range(STEPS):
+        accepted = {slot: draw.randrange(case.query) for slot in slots}
+        fixture.verify(accepted, "a verification", count=case.query, captured=False)
         fixture.expect_states("after a verification")
     return fixture.measured
 
@@ -214,14 +233,34 @@ def trees_follow_the_path(subject: StateSubject, spec: StateSpec) -> Measurement
 def later_steps_can_be_forgotten(subject: StateSubject, spec: StateSpec) -> Measurements:
     fixture = _admitted(subject, spec)
     for _ in range(4):
-        fixture.verify(dict.fromkeys(fixture.texts, 1), "step 0 of a draft", reserve=RESERVE)
-        drafts = fixture.texts
-        for step in range(RESERVE):
-            new = {slot: fixture.tokens(1) for slot in drafts}
-            after = fixture.run(new, f"step {step + 1} of a draft", texts=drafts, may_fold=False)
-            drafts = {slot: texts[0] for slot, texts in after.items()}
-        fixture.expect_states("after a draft's steps")
+        _draft(fixture, fixture.texts)
     return fixture.measured
+
+
+@check(
+    "an advance in a graph gives what a build for the next token gives, and changes nothing else",
+    _SHORT_AND_LONG,
+    covers=of_state("mode:decode", ADVANCE),
+)
+def advances_mean_a_rebuild(subject: StateSubject, spec: StateSpec) -> Measurements:
+    support = subject.backend.builder.advance_support(spec, subject.device)
+    if support.level is not AdvanceLevel.IN_GRAPH:
+        raise Unsupported(support.reason)
+    fixture = _admitted(subject, spec)
+    for slots in ((4, 0, 2), (2,), (0, 4)):
+        _draft(fixture, slots, advances=True)
+    return fixture.measured
+
+
+def _draft(fixture: StateFixture, slots: Iterable[int], **how: Any) -> None:
+    """Run the steps of a recurrent draft. Raises CheckFailure if the states of the verified tokens change."""
+    fixture.verify(dict.fromkeys(slots, 1), "step 0 of a draft", reserve=RESERVE)
+    drafts = {slot: fixture.texts[slot] for slot in slots}
+    for step in range(RESERVE):
+        new = {slot: fixture.tokens(1) for slot in drafts}
+        after = fixture.run(new, f"step {step + 1} of a draft", texts=drafts, may_fold=False, **how)
+        drafts = {slot: texts[0] for slot, texts in after.items()}
+    fixture.expect_states("after a draft's steps")
 
 
 @check("a state that does not fit the lengths is flagged, its row inert, and its slot as it was", _specs("base"))
@@ -280,18 +319,14 @@ def graph_replays_over_other_batches(subject: StateSubject, spec: StateSpec) -> 
         _expect_same([eager.content(slot)], [replayed.content(slot)], "slots, with a graph or without,")
 
 
-def _claims_bits(subject: StateSubject) -> Iterator[tuple[str, StateSpec]]:
-    if StateFeature.BITWISE_ROLLBACK not in subject.backend.capabilities.features:
-        raise Unsupported("does not claim that a rollback keeps bits")
-    yield from _specs("base", "long_journal", "kda", "ssd")(subject)
-
-
 @check(
     "a state after rejected drafts has the bits of one whose tokens were certain",
-    _claims_bits,
-    covers=of_state(column("state", StateFeature.BITWISE_ROLLBACK)),
+    _specs("base", "long_journal", "kda", "ssd"),
+    covers=only(column("state", StateFeature.BITWISE_ROLLBACK)),
 )
 def rollback_is_bitwise(subject: StateSubject, spec: StateSpec) -> None:
+    if StateFeature.BITWISE_ROLLBACK not in subject.backend.capabilities.features:
+        raise Unsupported("does not claim that a rollback keeps bits")
     fixture = StateFixture(subject, spec)
     prompt = fixture.tokens(5)
     for slot in (1, 3):
@@ -345,7 +380,9 @@ def unclaimed_is_refused(subject: StateSubject, spec: StateSpec) -> None:
 
 
 @check(
-    "tensors of another shape or dtype are rejected, and slots keep their bits", _specs("base"), covers=only(REFUSALS)
+    "tensors of another shape or dtype, and tables of more slots, are rejected, and slots keep their bits",
+    _specs("base"),
+    covers=only(REFUSALS),
 )
 def bad_tensors_never_reach_a_kernel(subject: StateSubject, spec: StateSpec) -> None:
     fixture = _admitted(subject, spec)
@@ -360,15 +397,21 @@ def bad_tensors_never_reach_a_kernel(subject: StateSubject, spec: StateSpec) -> 
         wrong.append(good._replace(skip=torch.zeros(spec.num_value_heads, device=subject.device)))
     cache = fixture.caches[0]
     misfits = [replace(cache, state=cache.state[..., :-1]), replace(cache, key=cache.key.double())]
-    before = fixture.content(4)
-    for inputs, own in (*((inputs, cache) for inputs in wrong), *((good, misfit) for misfit in misfits)):
+    before, slots = fixture.content(4), metadata.num_slots
+    calls = [*((inputs, cache, metadata) for inputs in wrong), *((good, misfit, metadata) for misfit in misfits)]
+    calls.append((good, cache, replace(metadata, num_slots=7)))
+    for inputs, own, given_metadata in calls:
         try:
-            subject.backend.forward(inputs, own, metadata, spec=spec)
+            subject.backend.forward(inputs, own, given_metadata, spec=spec)
         except BatchError:
             continue
         parts = inputs._asdict().items()
         got = {name: (part.dtype, list(part.shape)) for name, part in parts if part is not None}
-        raise CheckFailure(contract="bad input never reaches a kernel", expected="BatchError", got=f"a result of {got}")
+        raise CheckFailure(
+            contract="bad input never reaches a kernel",
+            expected="BatchError",
+            got=f"a result of {got}, with tables of {given_metadata.num_slots} slots and a cache of {slots}",
+        )
     _expect_same([before], [fixture.content(4)], "a slot after rejected calls")
 
 

@@ -16,7 +16,7 @@ class LayerWeights(NamedTuple):
     """A layer's weights on the CPU, as in `StateInputs`."""
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
     skip: Tensor | None
 
 
@@ -49,10 +49,12 @@ class SequentialState:
     def after(self, x: Tensor, decay: Tensor, beta: Tensor) -> tuple[SequentialState, Tensor]:
         """Return the state after one more token, and the token's output [num_value_heads, value_dim]."""
         spec, new = self.spec, SequentialState(self.spec, self.weights, self.dtype)
-        x, decay, beta, weight, bias = (part.to(self.wide) for part in (x, decay, beta, *self.weights[:2]))
+        x, decay, beta, weight = (part.to(self.wide) for part in (x, decay, beta, self.weights.weight))
         inputs = [*self.window, x]
         new.window.extend(inputs)
-        mixed = bias + sum(part * weight[:, column] for column, part in enumerate(inputs))
+        mixed = torch.stack([part * weight[:, column] for column, part in enumerate(inputs)]).sum(0)
+        if self.weights.bias is not None:
+            mixed = mixed + self.weights.bias.to(self.wide)
         if spec.recurrence is not Recurrence.CONV:
             mixed = mixed * torch.sigmoid(mixed)
         mixed = mixed.to(self.dtype).to(self.wide)

@@ -145,6 +145,13 @@ def test_slot_outside_the_cache_is_inert():
     assert out[:3].ne(0).any() and not out[3:].ne(0).any()
 
 
+def test_tables_of_more_slots_than_the_cache_are_refused():
+    slots = Slots(SPEC)
+    (slots.cache,) = slots.backend.allocate_state(SPEC, 1, 2, CPU)
+    with pytest.raises(BatchError, match=r"must have the 3 slots .* got 2; .*num_pages=2"):
+        slots.step(inputs_of(SPEC, 3), [1], [3], [3])
+
+
 def test_copy_of_a_state_that_is_not_there_is_lost():
     slots = Slots(SPEC)
     slots.step(inputs_of(SPEC, 5), [0], [5], [5])

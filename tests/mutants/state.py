@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from attn_backends import Accepted, StateCache, StateInputs, StateLengths, StepPlan
 from attn_backends.state_cache import allocate_caches, replayed
 from attn_backends.torch_state import TorchState
-from builders import AttentionBatch, Recurrence, StateBuilder, StateMetadata, StateSpec
-from tests.mutants.mutant import backend
+from builders import AdvanceSupport, AttentionBatch, Recurrence, StateBuilder, StateMetadata, StateSpec
+from tests.mutants.mutant import Mutant, backend
 
 
 @backend("state.steps_mean_a_sequential_run")
@@ -50,6 +50,33 @@ class ActivatesShortConvolutions(TorchState):
     def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
         out = super().forward(inputs, cache, metadata, spec=spec)
         return out if spec.recurrence.rule.has_matrix else torch.nn.functional.silu(out)
+
+
+def _wrong_if(name: str, wrong: Callable[[StateInputs, StateSpec, StateMetadata], bool]) -> Mutant:
+    """Return a mutant whose outputs are wrong where `wrong` says so."""
+
+    def forward(
+        self: TorchState, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec
+    ) -> Tensor:
+        out = TorchState.forward(self, inputs, cache, metadata, spec=spec)
+        return 1.5 * out if wrong(inputs, spec, metadata) else out
+
+    broken: type[TorchState] = type("WrongAtASize", (TorchState,), {"forward": forward})
+    return Mutant(name, "state.sizes_are_served", broken())
+
+
+KEYS_OF_48 = _wrong_if("keys_of_48", lambda inputs, spec, metadata: spec.key_dim == 48)
+VALUES_OF_64 = _wrong_if("values_of_64", lambda inputs, spec, metadata: spec.value_dim == 64)
+WINDOWS_OF_3 = _wrong_if("windows_of_3", lambda inputs, spec, metadata: spec.conv_width == 3)
+NO_WINDOWS = _wrong_if("no_windows", lambda inputs, spec, metadata: spec.conv_width == 1)
+SHORT_JOURNALS = _wrong_if("short_journals", lambda inputs, spec, metadata: spec.journal < 7)
+THREE_KEY_HEADS = _wrong_if("three_key_heads", lambda inputs, spec, metadata: spec.num_key_heads == 3)
+GROUPS_OF_4 = _wrong_if("groups_of_4", lambda inputs, spec, metadata: spec.group_size == 4)
+NO_BIAS = _wrong_if("no_bias", lambda inputs, spec, metadata: inputs.bias is None)
+NINE_REQUESTS = _wrong_if("nine_requests", lambda inputs, spec, metadata: metadata.num_reqs > 8)
+EIGHT_TOKENS = _wrong_if(
+    "eight_tokens", lambda inputs, spec, metadata: not metadata.absorb and metadata.max_query_len > 7
+)
 
 
 @backend("state.steps_go_on")
@@ -195,6 +222,47 @@ class ReplaysTheCapturedLengths(TorchState):
     builder = CopiesLengths
 
 
+class WaitsInAdvance(StateBuilder):
+    def advance(self, metadata: StateMetadata) -> None:
+        metadata.seq_lens.sum().item()
+
+
+class MovesLengthsTwice(StateBuilder):
+    def advance(self, metadata: StateMetadata) -> None:
+        metadata.seq_lens.add_(1)
+
+
+class MovesPaddingRows(StateBuilder):
+    def advance(self, metadata: StateMetadata) -> None:
+        metadata.seq_lens.clamp_(min=1)
+
+
+class KeepsLengths(CopiesLengths):
+    @classmethod
+    def advance_support(cls, spec: StateSpec, device: torch.device) -> AdvanceSupport:  # type: ignore[override]
+        return StateBuilder.advance_support(spec, device)
+
+
+@backend("state.advances_mean_a_rebuild")
+class WaitsForTheHostInAdvance(TorchState):
+    builder = WaitsInAdvance
+
+
+@backend("state.advances_mean_a_rebuild")
+class MovesLengthsThatHaveMoved(TorchState):
+    builder = MovesLengthsTwice
+
+
+@backend("state.advances_mean_a_rebuild")
+class BeginsRequestsInPadding(TorchState):
+    builder = MovesPaddingRows
+
+
+@backend("state.advances_mean_a_rebuild", cases="long_journal")
+class AdvancesNoLengths(TorchState):
+    builder = KeepsLengths
+
+
 @backend("state.rollback_is_bitwise")
 class RoundsUpdates(TorchState):
     """Keeps the 10 bits of TF32 of each update in the journal."""
@@ -224,3 +292,9 @@ class CastsInputs(TorchState):
     def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
         cast: Any = (None if part is None else part.float() for part in inputs)
         return super().forward(StateInputs(*cast), cache, metadata, spec=spec)
+
+
+@backend("state.bad_tensors_never_reach_a_kernel")
+class TakesTablesOfMoreSlots(TorchState):
+    def forward(self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, *, spec: StateSpec) -> Tensor:
+        return super().forward(inputs, cache, replace(metadata, num_slots=None), spec=spec)

@@ -158,9 +158,11 @@ def _require_valid_configs(folder: Path) -> None:
             kind.from_pretrained(folder, local_files_only=True, **_NO_CODE.get(file, {}))
         except Exception as error:
             _refuse_custom_code(folder / file, error)
+            from spec_decode.models.hf.state_layers import unknown_layer
+
+            why = unknown_layer(read_object(folder / file, "Restore the file.").get("layer_types")) or in_short(error)
             raise CheckpointError(
-                f"the installed transformers rejects {folder / file}: {in_short(error)}. Restore the file, or update "
-                "transformers."
+                f"the installed transformers rejects {folder / file}: {why}. Restore the file, or update transformers."
             ) from error
 
 

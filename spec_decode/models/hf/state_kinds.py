@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,12 @@ class StateKind(NamedTuple):
     finish: Callable[[Any, Tensor, Tensor], Tensor]
 
 
-def _spec(layer: Any, convolution: nn.Conv1d, **fields: Any) -> StateSpec:
-    return StateSpec(conv_width=layer.conv_kernel_size, journal=1, dtype=convolution.weight.dtype, **fields)
+def _spec(layer: Any, **fields: Any) -> StateSpec:
+    return StateSpec(conv_width=layer.conv_kernel_size, journal=1, dtype=_conv1d(layer).weight.dtype, **fields)
+
+
+def _conv1d(layer: Any) -> nn.Conv1d:
+    return cast(nn.Conv1d, layer.conv if hasattr(layer, "conv") else layer.conv1d)
 
 
 # 1. The gated delta rule and Kimi Delta Attention
@@ -64,17 +68,17 @@ def _spec(layer: Any, convolution: nn.Conv1d, **fields: Any) -> StateSpec:
 
 def _gated_delta_spec(layer: Any) -> StateSpec:
     heads = {"num_key_heads": layer.num_k_heads, "num_value_heads": layer.num_v_heads}
-    return _spec(layer, layer.conv1d, **heads, key_dim=layer.head_k_dim, value_dim=layer.head_v_dim)
+    return _spec(layer, **heads, key_dim=layer.head_k_dim, value_dim=layer.head_v_dim)
 
 
 def _kda_spec(layer: Any) -> StateSpec:
     heads = dict.fromkeys(("num_key_heads", "num_value_heads"), layer.num_heads)
     dims = dict.fromkeys(("key_dim", "value_dim"), layer.head_dim)
-    return _spec(layer, layer.conv1d, recurrence=Recurrence.KDA, **heads, **dims)
+    return _spec(layer, recurrence=Recurrence.KDA, **heads, **dims)
 
 
 def _convolution(layer: Any) -> LayerConstants:
-    return LayerConstants(layer.conv1d.weight.squeeze(1), layer.conv1d.bias)
+    return LayerConstants(_conv1d(layer).weight.squeeze(1), _conv1d(layer).bias)
 
 
 def _project_separately(layer: Any, hidden: Tensor) -> Projected:
@@ -106,8 +110,7 @@ def _joined(layer: Any, hidden: Tensor) -> Tensor:
 
 def _decay(layer: Any, step: Tensor) -> Tensor:
     # In fp32 before exp, which overflows in fp16.
-    rate: Tensor = layer.A_log.float().exp()
-    return -rate * step
+    return -cast(Tensor, layer.A_log).float().exp() * step
 
 
 def _step(layer: Any, projected: Tensor) -> Tensor:
@@ -116,8 +119,7 @@ def _step(layer: Any, projected: Tensor) -> Tensor:
 
 def _norm_heads(layer: Any, out: Tensor, gate: Tensor, *, norm: str, projection: str) -> Tensor:
     normed = getattr(layer, norm)(out.flatten(0, 1), gate.reshape(-1, out.shape[2]))
-    hidden: Tensor = getattr(layer, projection)(normed.view(len(out), -1))
-    return hidden
+    return cast(Tensor, getattr(layer, projection)(normed.view(len(out), -1)))
 
 
 # 2. Mamba2
@@ -126,7 +128,7 @@ def _norm_heads(layer: Any, out: Tensor, gate: Tensor, *, norm: str, projection:
 def _mamba2_spec(layer: Any) -> StateSpec:
     heads = {"num_key_heads": layer.n_groups, "num_value_heads": layer.num_heads}
     dims = {"key_dim": layer.ssm_state_size, "value_dim": layer.head_dim}
-    return _spec(layer, layer.conv1d, recurrence=Recurrence.SSD, **heads, **dims)
+    return _spec(layer, recurrence=Recurrence.SSD, **heads, **dims)
 
 
 def _mamba2_constants(layer: Any) -> LayerConstants:
@@ -149,20 +151,14 @@ def _project_for_mamba2(layer: Any, hidden: Tensor) -> Projected:
 
 
 def _norm_groups(layer: Any, out: Tensor, gate: Tensor) -> Tensor:
-    hidden: Tensor = layer.out_proj(layer.norm(out.flatten(1), gate).to(out.dtype))
-    return hidden
+    return cast(Tensor, layer.out_proj(layer.norm(out.flatten(1), gate).to(out.dtype)))
 
 
 # 3. Short convolutions
 
 
 def _short_conv_spec(layer: Any) -> StateSpec:
-    channels = {"num_value_heads": 1, "value_dim": layer.conv.in_channels}
-    return _spec(layer, layer.conv, recurrence=Recurrence.CONV, **channels)
-
-
-def _short_conv_constants(layer: Any) -> LayerConstants:
-    return LayerConstants(layer.conv.weight.squeeze(1), layer.conv.bias)
+    return _spec(layer, recurrence=Recurrence.CONV, num_value_heads=1, value_dim=layer.conv.in_channels)
 
 
 def _project_for_short_conv(layer: Any, hidden: Tensor) -> Projected:
@@ -172,15 +168,14 @@ def _project_for_short_conv(layer: Any, hidden: Tensor) -> Projected:
 
 
 def _gate(layer: Any, out: Tensor, gate: Tensor) -> Tensor:
-    hidden: Tensor = layer.out_proj(gate * out.flatten(1))
-    return hidden
+    return cast(Tensor, layer.out_proj(gate * out.flatten(1)))
 
 
 _norm_qwen_heads = partial(_norm_heads, norm="norm", projection="out_proj")
 _norm_other_heads = partial(_norm_heads, norm="o_norm", projection="o_proj")
 _QWEN3_5 = StateKind(_gated_delta_spec, _convolution, _project_separately, _norm_qwen_heads)
 _MAMBA2 = StateKind(_mamba2_spec, _mamba2_constants, _project_for_mamba2, _norm_groups)
-_SHORT_CONV = StateKind(_short_conv_spec, _short_conv_constants, _project_for_short_conv, _gate)
+_SHORT_CONV = StateKind(_short_conv_spec, _convolution, _project_for_short_conv, _gate)
 STATE_KINDS = {
     "Qwen3NextGatedDeltaNet": StateKind(_gated_delta_spec, _convolution, _project_jointly, _norm_qwen_heads),
     "Qwen3_5GatedDeltaNet": _QWEN3_5,

@@ -14,13 +14,23 @@ from torch import Tensor, nn
 
 from attn_backends import StateInputs, get_state
 from builders import BatchBuffers, RequestTables, StateSpec
+from spec_decode.models.checkpoints.files import CheckpointError, is_finite
 from spec_decode.models.hf.attention import UnservedModel, server
 from spec_decode.models.hf.state_kinds import STATE_KINDS, LayerConstants, StateKind
 
 STATE_LAYER_TYPES = ("linear_attention", "conv")
 """The layer types of wrapped layers in a config."""
-_PROBE_TOKENS = 9
-"""More than a convolution spans twice, as published."""
+_PROBE_TOKENS = 70
+"""More than a block of the library's prompts, 64."""
+
+
+def unknown_layer(types: object) -> str:
+    """Return the first of a config's layer types that the library does not know, with its layer; empty if none is."""
+    from transformers import configuration_utils
+
+    known: Any = getattr(configuration_utils, "ALLOWED_LAYER_TYPES", types)
+    unknown = (pair for pair in enumerate(types if isinstance(types, list) else ()) if pair[1] not in known)
+    return next((f"layer {layer} in layer_types is of an unknown type, {kind!r:.80}" for layer, kind in unknown), "")
 
 
 def state_layers(model: nn.Module) -> dict[int, nn.Module]:
@@ -40,7 +50,9 @@ def wrap(layers: dict[int, nn.Module], hidden_size: int) -> None:
             spec, constants = kind.spec(layer), kind.constants(layer)
             forward = partial(_forward, layer, kind, constants)
             problem = _difference(layer, forward, spec, hidden_size)
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # a release with other parts
+        except CheckpointError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:  # in another release
             problem = f"{type(error).__name__}: {error}"
         if problem:
             raise UnservedModel(
@@ -71,21 +83,24 @@ def _forward(
 @torch.no_grad()
 def _difference(layer: Any, forward: Callable[..., Tensor], spec: StateSpec, hidden_size: int) -> str:
     """Return how the layer's own forward differs, over a text from its beginning; empty if it does not."""
-    backend, device = get_state("torch_state"), next(layer.parameters()).device
-    shape, generator = (1, _PROBE_TOKENS, hidden_size), torch.Generator().manual_seed(layer.layer_idx)
+    backend, device, n = get_state("torch_state"), next(layer.parameters()).device, _PROBE_TOKENS
+    shape, generator = (1, n, hidden_size), torch.Generator().manual_seed(layer.layer_idx)
     hidden = torch.randn(shape, generator=generator).to(device, spec.dtype)
     [cache] = backend.allocate_state(spec, 1, 1, device)
-    tables = RequestTables(
-        page_sizes=[_PROBE_TOKENS], num_pages=[1], max_reqs=1, max_seq_len=_PROBE_TOKENS, device=device
-    )
-    tables.load([[[0]]], [_PROBE_TOKENS])
-    batch = BatchBuffers(tables, max_tokens=_PROBE_TOKENS)
-    batch.load([_PROBE_TOKENS], [_PROBE_TOKENS])
-    builder = backend.builder(spec, device, max_reqs=1, max_tokens=_PROBE_TOKENS, max_seq_len=_PROBE_TOKENS)
-    view = batch.view(0, num_reqs=1, num_tokens=_PROBE_TOKENS, max_query_len=_PROBE_TOKENS)
-    metadata = builder.build(view, absorb=True)
-    found = forward(lambda inputs: backend.forward(inputs, cache, metadata, spec=spec), hidden)
+    tables = RequestTables(page_sizes=[n], num_pages=[1], max_reqs=1, max_seq_len=n, device=device)
+    tables.load([[[0]]], [n])
+    batch = BatchBuffers(tables, max_tokens=n)
+    batch.load([n], [n])
+    builder = backend.builder(spec, device, max_reqs=1, max_tokens=n, max_seq_len=n)
+    metadata = builder.build(batch.view(0, num_reqs=1, num_tokens=n, max_query_len=n), absorb=True)
     own = type(layer).forward(layer, hidden)  # its own: another target may have wrapped it
+    if not is_finite(own):
+        raise CheckpointError(
+            f"layer {layer.layer_idx} ({type(layer).__name__}) must give finite outputs for a random text, got NaN or "
+            "infinity from its own code in transformers: its weights, A_log and dt_bias first, are too large. Restore "
+            "them."
+        )
+    found = forward(lambda inputs: backend.forward(inputs, cache, metadata, spec=spec), hidden)
     return difference(found, own)
 
 

@@ -159,14 +159,10 @@ class TransformersTarget(TargetModel):
         return logits
 
     def _inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        inputs = {
-            "input_ids": token_ids[None],
-            "position_ids": positions[None],
-            "use_cache": False,
-            "return_dict": True,
-        }
+        inputs: dict[str, Any] = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
         # Without it, a model that uses cache_position would count from 0.
-        return inputs | ({"cache_position": positions} if "cache_position" in self._accepts else {})
+        inputs |= {"cache_position": positions} if "cache_position" in self._accepts else {}
+        return inputs | {"return_dict": True}
 
     @torch.no_grad()
     def _probe(self) -> None:
@@ -199,9 +195,8 @@ class TransformersTarget(TargetModel):
                 continue
             recurs = isinstance(specs[0], StateSpec)
             if kind and (kind in STATE_LAYER_TYPES) != recurs:
-                raise unserved(
-                    f"layer {layer} is of type {kind}, but calls {'a recurrence' if recurs else 'attention'}"
-                )
+                called = "a recurrence" if recurs else "attention"
+                raise unserved(f"layer {layer} is of type {kind}, but calls {called}")
             window = getattr(specs[0], "sliding_window", None)
             if kind and (kind == "sliding_attention") != (window is not None):
                 raise unserved(f"layer {layer} is of type {kind}, but requests a window of {window} tokens")
@@ -294,10 +289,6 @@ def _refuse_non_finite(model: PreTrainedModel) -> None:
         )
 
 
-def _has_convolution(module: nn.Module) -> bool:
-    return any(isinstance(child, nn.Conv1d) for child in module.children())
-
-
 def _refuse_unsupported_architectures(model: PreTrainedModel, config: Any) -> None:
     """Raise UnservedModel for properties that no layer's attention call would reveal."""
     name = type(model).__name__
@@ -305,15 +296,22 @@ def _refuse_unsupported_architectures(model: PreTrainedModel, config: Any) -> No
         raise unserved(f"{name} is an encoder-decoder")
     wrapped = state_layers(model)
     if getattr(model, "_is_stateful", False) and not wrapped:
-        convolved = {type(module).__name__ for module in model.modules() if _has_convolution(module)}
+        children = [(type(module).__name__, child) for module in model.modules() for child in module.children()]
+        convolved = {owner for owner, child in children if isinstance(child, nn.Conv1d)}
         raise unserved(
             f"{name} keeps state other than keys and values (recurrent, convolutional or compressed) in its layers "
             f"({', '.join(sorted(convolved)) or 'without convolutions'}); those served are {', '.join(STATE_KINDS)}"
         )
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        served = (*_ATTENTION_LAYER_TYPES, *_TOKENWISE_LAYER_TYPES, *STATE_LAYER_TYPES * (layer in wrapped))
-        if kind not in served:
-            raise unserved(f"layer {layer} of {name} is of type {kind}, not {' or '.join(served)}")
+        types = (*_ATTENTION_LAYER_TYPES, *_TOKENWISE_LAYER_TYPES, *STATE_LAYER_TYPES * (layer in wrapped))
+        if kind not in types:
+            owners = [type(each).__name__ for each in model.modules() if getattr(each, "layer_idx", None) == layer]
+            if kind in STATE_LAYER_TYPES and owners:
+                served = ", ".join(STATE_KINDS)
+                raise unserved(
+                    f"layer {layer} of {name} computes its {kind} in {owners[-1]}; those served are {served}"
+                )
+            raise unserved(f"layer {layer} of {name} is of type {kind}, not {' or '.join(types)}")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise unserved(f"{name} has no output projection to a vocabulary")
     if not isinstance(getattr(config, "max_position_embeddings", None), int):

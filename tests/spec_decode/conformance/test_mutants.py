@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from fnmatch import fnmatch
 from unittest import mock
@@ -149,3 +150,8 @@ def test_backend_planning_ahead_passes_the_kit() -> None:
     check_backend(Foreseen(), device=CPU, checks=["numerics.*[[]base*"])
     found = outcomes(Foreseen(), "builder.plans_ahead_attend_right", "drafter.strategies_agree[[]k[47]-n3*")
     assert found == {name: {Outcome.PASS} for name in found} and len(found) == 2
+
+
+def test_wrong_state_is_reported_with_its_worst_element() -> None:
+    (why,) = reasons(mutant_named("keeps_states_by_row"), "state.rows_can_move[[]base]")
+    assert re.search(r"within \S+; -?0\.\d+ at layer \d, query token \d of slot 4, head \d, column \d; got: 0, a", why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,11 @@ def test_limited_steps_of_mamba2_are_served() -> None:
 
 
 LAYER_TYPES = {
-    "wrapped elsewhere": (QWEN, [LINEAR, LINEAR, "full_attention"], "1 of .* is of type linear_attention"),
+    "wrapped elsewhere": (
+        QWEN,
+        [LINEAR, LINEAR, "full_attention"],
+        "1 of .* computes its linear_attention in Qwen3_5Attention; those served are Qwen3NextGatedDelta",
+    ),
     "an unknown type": (QWEN, [LINEAR, "compressed_attention", LINEAR], "1 of .* is of type compressed_attention"),
     "a recurrence said to attend": (QWEN, ["full_attention"] * 3, "0 is of type full_attention, but calls a recurr"),
     "attention said to be a feed-forward": (NEMOTRON, [LINEAR, "mlp", "mlp", "moe", LINEAR], "2 called .* not at all"),
@@ -188,6 +193,43 @@ def test_other_recurrent_layers_are_refused_by_name() -> None:
     config = transformers.BambaConfig(**SIZES, **sizes, num_hidden_layers=2)
     with pytest.raises(CheckpointError, match=r"BambaForCausalLM keeps .* \(BambaMixer\); .*, Lfm2MoeShortConv"):
         TransformersTarget(transformers.BambaForCausalLM(config))
+
+
+def test_lightning_attention_is_refused_by_name() -> None:
+    types = ["linear_attention", "full_attention"]
+    config = transformers.MiniMaxConfig(**SIZES, num_hidden_layers=2, layer_types=types, num_local_experts=2)
+    words = "layer 0 of MiniMaxForCausalLM computes its linear_attention in MiniMaxLightningAttention; those served"
+    with pytest.raises(CheckpointError, match=words):
+        TransformersTarget(transformers.MiniMaxForCausalLM(config))
+
+
+OTHER_FORWARDS = {
+    "a missing part": (lambda hidden: {}["states"], "KeyError: 'states'. Use another version"),
+    "outputs that differ after a block of a prompt": (
+        lambda hidden: torch.zeros_like(hidden).index_fill(1, torch.arange(64, hidden.shape[1]), 9.0),
+        r"its outputs differ by up to 9\S* of .* Use another version",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), OTHER_FORWARDS.values(), ids=OTHER_FORWARDS)
+def test_layer_that_computes_something_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    model = make_model(QWEN)
+    layer = type(model.model.layers[0].linear_attn)
+    own = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda self, hidden: own(self, hidden) + change(hidden))
+    with pytest.raises(CheckpointError, match=rf"layer 0 \(Qwen3_5GatedDeltaNet\) .*{words}"):
+        TransformersTarget(model)
+
+
+def test_layer_of_too_large_weights_is_named() -> None:
+    model = make_model(QWEN)
+    with torch.no_grad():
+        model.model.layers[0].linear_attn.A_log.fill_(200.0)
+    with pytest.raises(CheckpointError, match=r"layer 0 .* got NaN or infinity .* A_log and dt_bias .* Restore them"):
+        TransformersTarget(model)
 
 
 def test_wrapped_model_serves_again_and_cannot_be_called() -> None:

@@ -289,6 +289,11 @@ BLAMED = {
         {"hidden_size": 16},
         r"embed_tokens\.weight in .* must be \[8, 16\], got \[8, 32\]",
     ),
+    "a layer of an unknown type": (
+        "config.json",
+        {"layer_types": ["full_attention", "mystery"]},
+        r"/config\.json: layer 1 in layer_types is of an unknown type, 'mystery'\. Restore the file",
+    ),
     "a wrong limit": ("generation_config.json", {"max_new_tokens": -1}, r"rejects .*/generation_config\.json: "),
     "a wrong token": ("tokenizer_config.json", {"eos_token": 5}, r"tokenizer_config\.json is wrong"),
     "another tokenizer": ("tokenizer.json", {"model": {"type": "none"}}, r"tokenizer\.json is wrong"),
