@@ -75,7 +75,7 @@ class SamplingParams:
     - stop_token_ids  tokens of the model's vocabulary that end the text, in addition to the model's end tokens
     - ignore_eos      True: the model's end tokens do not end the text
     - min_tokens      the model draws none of its end tokens, ignored or not, and no other token that ends the text,
-                      before the text has so many tokens, 0 to max_tokens; a stop string complete earlier does not end it
+                      before the text has so many tokens, 0 to max_tokens; a stop string does not end it earlier
 
     What is returned with it:
 
