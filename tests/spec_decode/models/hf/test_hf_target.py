@@ -363,7 +363,9 @@ UNUSUAL_ARGUMENTS: dict[str, dict[str, Any]] = {
 UNSERVED: dict[str, Callable[[], Any]] = {
     "BloomForCausalLM takes no position_ids": partial(make_model, "BloomConfig"),
     "MambaForCausalLM keeps state other than keys and values": partial(make_model, "MambaConfig"),
-    "layer 1 of MiniMaxForCausalLM is of type linear_attention": partial(make_model, "MiniMaxConfig"),
+    "layer 1 of MiniMaxForCausalLM computes its linear_attention in MiniMaxLightningAttention": partial(
+        make_model, "MiniMaxConfig"
+    ),
     r"rotary_emb .*\(rope type dynamic\)": partial(make_model, "LlamaConfig", **DYNAMIC),
     "T5ForConditionalGeneration is an encoder-decoder": make_t5,
     r"keeps state other than keys and values .* or compressed\)": make_deepseek_v4,
