@@ -156,8 +156,16 @@ def plan_step(lengths: StateLengths, metadata: StateMetadata, spec: StateSpec) -
         fold = fresh | (runs & full) if metadata.may_fold else fresh
         lost = lost | (runs & ~fold & (replay + query_lens > spec.journal))
     live = runs & ~lost
-    counts = (torch.where(live, part, 0) for part in (slot, query_lens, context, replay))
-    return StepPlan._make((*counts, live, fresh & live, fold & live, lost))
+    return StepPlan(
+        slot=torch.where(live, slot, 0),
+        query_lens=torch.where(live, query_lens, 0),
+        context=torch.where(live, context, 0),
+        replay=torch.where(live, replay, 0),
+        live=live,
+        fresh=fresh & live,
+        fold=fold & live,
+        lost=lost,
+    )
 
 
 def factors(decay: Tensor) -> Tensor:

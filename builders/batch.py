@@ -27,7 +27,8 @@ class AttentionBatch:
     slot_mapping     int64 [num_tokens]           -1 writes nothing
 
     Kernels do not validate pages: block-table entries up to a row's seq_len must be pages of the cache. `RequestTables`
-    and `BatchBuffers` ensure that. Who fills a batch by other means must; `check_batch` checks what the host can see.
+    and `BatchBuffers` ensure that. If you fill a batch by other means, you must; `check_batch` checks what the host can
+    see.
     """
 
     num_reqs: int

@@ -89,6 +89,16 @@ class EngineArm:
             return ROUNDED if rounded else PLAIN
         return CHANNELS if rounded else None
 
+    @property
+    def vllm_rounds_head(self) -> bool:
+        """Whether vLLM gives the draft an 8-bit copy of its head."""
+        return self.draft_weights and not self.head and self.kind not in OWN_HEADS
+
+
+def token_prompts(requests: int, vocab: int) -> list[list[int]]:
+    """Return the token ids of vllm_arm's prompts."""
+    return [prompt["prompt_token_ids"] for prompt in vllm_arm.prompts(requests, vocab)]
+
 
 class Engine(Protocol):
     """What is measured of an engine."""
@@ -115,7 +125,7 @@ def measure(arm: EngineArm) -> dict[str, Any]:
     up_s = round(time.monotonic() - began, 1)
     vocab, new_tokens, rows = vllm_arm.SIZES[arm.size][5], vllm_arm.NEW_TOKENS, []
     for requests in arm.requests:
-        prompts = [prompt["prompt_token_ids"] for prompt in vllm_arm.prompts(requests, vocab)]
+        prompts = token_prompts(requests, vocab)
         seconds = whole_seconds(engine, prompts, new_tokens)
         rows.append({
             "requests": requests,
@@ -137,7 +147,7 @@ def measure(arm: EngineArm) -> dict[str, Any]:
 
 def profile_of_requests(engine: Engine, requests: int, vocab: int) -> dict[str, object]:
     """Return where the device's time goes while it serves so many whole requests."""
-    prompts = [prompt["prompt_token_ids"] for prompt in vllm_arm.prompts(requests, vocab)]
+    prompts = token_prompts(requests, vocab)
     return largest_kernels(lambda: engine.generate(prompts, vllm_arm.NEW_TOKENS), MOST_KERNELS)
 
 
@@ -294,9 +304,7 @@ def vllm_options(arm: EngineArm) -> dict[str, Any]:
     if arm.steps:
         options["speculative_config"] |= _given(
             quantization=arm.quantization("draft"),
-            draft_lm_head_quantization="fp8"
-            if arm.draft_weights and not arm.head and arm.kind not in OWN_HEADS
-            else None,
+            draft_lm_head_quantization="fp8" if arm.vllm_rounds_head else None,
             use_local_argmax_reduction=arm.local_argmax or bool(arm.head) or None,
         )
     return options

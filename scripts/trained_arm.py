@@ -14,11 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attn_backends.engines.vllm.names import DRAFT_HEAD, PLAIN, ROUNDED
 from scripts import vllm_arm
+from scripts.engine_arm import CHANNELS
 
 BASE = "FLASH_ATTN"
 BACKENDS = (BASE, "FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED", "ATTN_BACKENDS_FLASH_ATTN3", "TRITON_ATTN")
 """vLLM's own on Hopper, ours, and another of vLLM's: how far that one differs is the effect of rounding."""
-READS = (("", ""), (PLAIN, "16"), ("fp8_per_channel", ""), (ROUNDED, "fp8"))
+READS = (("", ""), (PLAIN, "16"), (CHANNELS, ""), (ROUNDED, "fp8"))
 """How the draft of BASE multiplies and reads its head: vLLM's default and ours, in 16 and in 8 bits."""
 STEPS, NEW_TOKENS = 4, 192
 TEMPERATURES = (0.0, 1.0)
@@ -90,7 +91,6 @@ def measure(arm: TrainedArm) -> dict[str, Any]:
 def engine_options(arm: TrainedArm) -> dict[str, Any]:
     """Return the arguments of vllm.LLM."""
     root = vllm_arm.ROOT
-    reads = {"quantization": arm.linears} if arm.linears else {}
     return {
         "model": str(root / arm.target), "dtype": "bfloat16", "seed": 0, "max_model_len": 1024, "max_num_seqs": 16,
         "gpu_memory_utilization": 0.3, "enable_prefix_caching": False, "disable_log_stats": False,
@@ -98,7 +98,8 @@ def engine_options(arm: TrainedArm) -> dict[str, Any]:
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         "speculative_config": {
             "method": "eagle3", "model": str(root / arm.draft), "num_speculative_tokens": STEPS,
-            "attention_backend": arm.backend, "use_local_argmax_reduction": bool(arm.head), **reads,
+            "attention_backend": arm.backend, "use_local_argmax_reduction": bool(arm.head),
+            "quantization": arm.linears or None,
         },
     }  # fmt: skip
 

@@ -229,7 +229,7 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
 
 def _check_stop_tokens(name: str, tokens: frozenset[int], vocab_size: int) -> None:
     """Raise BatchError for a stop or end token that the model cannot draw, most likely from another vocabulary."""
-    unknown = sorted((token for token in tokens if type(token) is not int or not 0 <= token < vocab_size), key=str)
+    unknown = sorted((token for token in tokens if not _is_token(token, vocab_size)), key=str)
     require(
         not unknown,
         f"{name} needs its stop_token_ids and end tokens from 0 to {vocab_size - 1}, the model's vocabulary, got "
@@ -259,6 +259,10 @@ def _check_biases(name: str, sampling: SamplingParams, ends: frozenset[int], voc
     )
 
 
+def _is_token(token: object, vocab_size: int) -> bool:
+    return type(token) is int and 0 <= token < vocab_size
+
+
 def _checked_prompt(name: str, prompt: object, vocab_size: int) -> tuple[int, ...]:
     require(
         isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)),
@@ -270,9 +274,7 @@ def _checked_prompt(name: str, prompt: object, vocab_size: int) -> tuple[int, ..
     # In C: a loop over long prompts takes as long as the rest of a step's host work.
     if {*map(type, token_ids)} <= {int} and 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < vocab_size:
         return token_ids
-    index, token = next(
-        (index, token) for index, token in enumerate(token_ids) if type(token) is not int or not 0 <= token < vocab_size
-    )
+    index, token = next(each for each in enumerate(token_ids) if not _is_token(each[1], vocab_size))
     raise BatchError(
         f"{name} must hold token ids, integers 0 to {vocab_size - 1}, got {token!r} at index {index}. "
         "Encode it with this model's vocabulary."

@@ -159,10 +159,14 @@ class TransformersTarget(TargetModel):
         return logits
 
     def _inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        inputs: dict[str, Any] = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
+        inputs = {
+            "input_ids": token_ids[None],
+            "position_ids": positions[None],
+            "use_cache": False,
+            "return_dict": True,
+        }
         # Without it, a model that uses cache_position would count from 0.
-        inputs |= {"cache_position": positions} if "cache_position" in self._accepts else {}
-        return inputs | {"return_dict": True}
+        return inputs | ({"cache_position": positions} if "cache_position" in self._accepts else {})
 
     @torch.no_grad()
     def _probe(self) -> None:
