@@ -174,9 +174,9 @@ def _mlp_weights(name: str, hidden: int, wide: int) -> dict[str, Weight]:
 
 def _draft_weights(config: Any) -> dict[str, Weight]:
     hidden, block = config.hidden_size, getattr(config, "dflash_config", None)
-    # vLLM gives block drafts this field too.
-    if not block and (own_vocab := getattr(config, "draft_vocab_size", None)) is not None:
-        return _eagle3_weights(config, own_vocab)
+    # By name: vLLM gives every draft a draft_vocab_size.
+    if any("Eagle3" in name for name in config.architectures):
+        return _eagle3_weights(config, config.draft_vocab_size)
     states = len(block["target_layer_ids"]) if block else 2
     weights: dict[str, Weight] = {"fc.weight": ((hidden, states * hidden), 1.0)}
     if block:
