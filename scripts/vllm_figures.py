@@ -37,7 +37,7 @@ arms share GPUs, as exact ones do. Each is compared with FLASH_ATTN and vLLM's o
 part at near ties, and what a draft keeps depends on the text, so acceptance is compared over the tokens with which both
 begin. Fails if these take 5 % more rounds, or are too few for that to be more than three standard errors, or if texts
 part where no near tie was. At temperature 1, fails if the drafts kept a round differ by more than three standard errors
-over 256 pairs of texts; the report says which loss that finds. vLLM's own draft in 8 bits is compared, not judged.
+over 512 pairs of texts; the report says which loss that finds. vLLM's own draft in 8 bits is compared, not judged.
 """
 
 from __future__ import annotations

@@ -342,7 +342,8 @@ def test_rounds_texts_and_margins_are_recorded(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(trained_arm.os, "environ", {})
     greedy, drawn = trained_arm.measure(TrainedArm(backend=OURS))["rows"]
     assert (greedy["temperature"], drawn["temperature"]) == (0.0, 1.0)
-    for row, requests in ((greedy, len(QUESTIONS)), (drawn, 256)):
+    drawn_texts = SEEDS[1.0] * len(QUESTIONS)
+    for row, requests in ((greedy, len(QUESTIONS)), (drawn, drawn_texts)):
         assert row["requests"] == requests and row["kept"] == 3.0
         assert row["round_tokens"] == [[1, 2, 2]] * requests
         assert row["rounds"] == row["counted_rounds"] == 2 * requests
@@ -350,7 +351,9 @@ def test_rounds_texts_and_margins_are_recorded(monkeypatch: pytest.MonkeyPatch) 
     assert "texts" not in drawn
     params = list(engine.params.values())
     assert all(each.max_tokens == NEW_TOKENS for each in params)
-    assert [each.seed for each in params if each.temperature] == list(range(256)), "every text has noise of its own"
+    assert [each.seed for each in params if each.temperature] == list(range(drawn_texts)), (
+        "every text has noise of its own"
+    )
     assert {each.logprobs for each in params if not each.temperature} == {2}
 
 
