@@ -1,13 +1,15 @@
-"""vLLM accepts the options of the arms that compare whole engines, and of those over long contexts."""
+"""vLLM accepts the options of the arms that compare whole engines, of those over long contexts, and of a trained model,
+whose rounds its outputs tell apart."""
 
 import inspect
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engine_kits.kernels import stand_in_for
-from scripts import context_arm, engine_arm, vllm_arm
+from scripts import context_arm, engine_arm, trained_arm, vllm_arm
 from tests.engines.vllm_runner import DIM, HEADS, KV_HEADS, NEEDS_VLLM, default_dtype, weights_left
 
 pytestmark = NEEDS_VLLM
@@ -88,3 +90,61 @@ def test_vllm_has_what_decoding_alone_calls():
 
     inspect.signature(LLMEngine.add_request).bind(None, "0", {"prompt_token_ids": [1]}, None)
     inspect.signature(LLMEngine.step).bind(None)
+
+
+@pytest.mark.parametrize("arm", trained_arm.trained_arms(), ids=lambda arm: arm.name)
+def test_vllm_takes_options_of_trained_model(arm, tiny, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import llama, llama_eagle3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    ModelRegistry.register_model("LlamaForCausalLM", llama.LlamaForCausalLM)
+    ModelRegistry.register_model("LlamaForCausalLMEagle3", llama_eagle3.Eagle3LlamaForCausalLM)
+    monkeypatch.setitem(vllm_arm.SIZES, "smollm2", (576, 1536, 9, 3, 64, 49152, 30))
+    arm = replace(arm, target=vllm_arm.model_folder("smollm2"))
+    config = EngineArgs(**trained_arm.engine_options(arm)).create_engine_config()
+    draft = config.speculative_config
+    assert draft.draft_sample_method == "greedy", "drafts are compared with their layers' and heads' own"
+    assert draft.draft_model_config.quantization == (arm.linears or None)
+    assert draft.use_local_argmax_reduction is bool(arm.head)
+    assert config.scheduler_config.stream_interval == 1, "every step of a text is an output"
+    tokens_of_all = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
+    assert config.cache_config.kv_cache_memory_bytes > tokens_of_all * 31 * 2 * 3 * 64 * 2, "no text waits for room"
+
+
+class CoreOutputs:
+    """vLLM's engine whose core returns these tokens of one request, step by step."""
+
+    def __init__(self, steps):
+        from vllm.v1.engine.output_processor import OutputProcessor
+
+        self.steps = list(steps)
+        self.processor = OutputProcessor(None, log_stats=False)
+
+    def add_request(self, name, prompt, params):
+        from vllm.v1.engine import EngineCoreRequest
+
+        required = len(EngineCoreRequest.__struct_fields__) - len(EngineCoreRequest.__struct_defaults__)
+        fields = dict.fromkeys(EngineCoreRequest.__struct_fields__[:required])
+        fields |= {"request_id": name, "external_req_id": name, "sampling_params": params, "arrival_time": 0.0}
+        self.processor.add_request(EngineCoreRequest(**fields | prompt), None)
+
+    def has_unfinished_requests(self):
+        return self.processor.has_unfinished_requests()
+
+    def step(self):
+        from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+        tokens, *self.steps = self.steps
+        ends = None if self.steps else FinishReason.LENGTH
+        # With asynchronous scheduling, a call can return no step.
+        outputs = [EngineCoreOutput(request_id="0-0", new_token_ids=tokens, finish_reason=ends)] if tokens else []
+        return self.processor.process_outputs(outputs).request_outputs
+
+
+def test_each_round_of_a_text_is_an_output_of_vllm(tiny):
+    from vllm import SamplingParams
+
+    engine = CoreOutputs([[], [5], [6, 7, 8], [], [9], [10, 11]])
+    [text] = trained_arm.serve(engine, [[1, 2]], [SamplingParams(max_tokens=7)], name="0")
+    assert text.round_tokens == [1, 3, 1, 2] and list(text.last.token_ids) == [5, 6, 7, 8, 9, 10, 11]
