@@ -18,7 +18,11 @@ from tests.ops.served import Case, cases
 from tests.test_kernels import kernels
 
 KERNELS = {kernel.name for path in module_files().values() for kernel in kernels(path.read_text(encoding="utf-8"))}
-SPILLED_ON_HOPPER = {("attn_backends::latent_attention", False): 256, ("attn_backends::sparse_attention", True): 104}
+SPILLED_ON_HOPPER = {
+    ("attn_backends::latent_attention", False): 256,
+    ("attn_backends::sparse_attention", True): 104,
+    ("attn_backends::state_step", False): 8,
+}
 """The most bytes of a thread's registers that a kernel of an op, over 8 bits or not, keeps in memory on an H100."""
 SPILLED_BY_PROMPTS = 120
 """The same for attention in tiles of 128 rows, before and after its loops."""

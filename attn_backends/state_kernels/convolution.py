@@ -1,13 +1,15 @@
-"""The short convolution before a recurrence: over each row's window and its query tokens, and what a slot keeps of it.
+"""The short convolution before a recurrence: over each row's window and its query tokens, and what a slot keeps of it
+and of the decays.
 
 Shape legend: T query tokens, R requests, S slots, J journal entries, H key heads, HV value heads, Dk and Dv their dims,
-W the convolution's width, C channels of [q | k | v]. Where nothing is normalised, a head is any run of channels.
+W the convolution's width, C channels of [q | k | v], G log decays of a value head (1 or Dk). Where nothing is
+normalised, a head is any run of channels.
 """
 
 from __future__ import annotations
 
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,13 +23,23 @@ _BLOCK_T, _BLOCK_C = 32, 128
 """Tokens of a prompt that a program convolves, and channels of one without a norm, at most."""
 
 
-def launch_convolution(step: Any, plan: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolve x [T, C] of a `StateStep`, and write the window and the journal of conv and key; see `plan_arguments`.
+class Convolved(NamedTuple):
+    """What `launch_convolution` writes, none of it for a row that is not live.
 
-    Returns fp32 [T, C], with q and k of norm 1 and q scaled if the recurrence normalises, and the keys fp32
-    [R, J, H, Dk] that a fold must replay and has overwritten; neither is written for a row that is not live. Without
-    matrices, the first is what the layer returns: in x's dtype, and 0 in such a row.
+    mixed            fp32 [T, C], with q and k of norm 1 and q scaled if the recurrence normalises. Without matrices, it
+                     is what the layer returns: in x's dtype, and 0 in a row that is not live
+    replaced_key     fp32 [R, J, H, Dk]: keys that a fold must replay and has overwritten; the journal's if none folds
+    replaced_decays  fp32 [R, J, HV, G]: likewise
     """
+
+    mixed: torch.Tensor
+    replaced_key: torch.Tensor
+    replaced_decays: torch.Tensor
+
+
+def launch_convolution(step: Any, plan: dict[str, Any]) -> Convolved:
+    """Convolve x [T, C] of a `StateStep`, and write the window and the journal of conv, key and decays; see
+    `plan_arguments`."""
     x, key, rule = whole_rows(step.x), step.key, Recurrence(step.recurrence).rule
     keys, num_reqs = key.shape[2] * key.shape[3], len(step.seq_lens)
     values = x.shape[1] - 2 * keys
@@ -36,12 +48,14 @@ def launch_convolution(step: Any, plan: dict[str, Any]) -> tuple[torch.Tensor, t
     if rule.normalises:
         key_dim, value_dim = key.shape[3], step.update.shape[3]
     mixed = x.new_empty(x.shape, dtype=torch.float32) if rule.has_matrix else stored_as(x.new_empty(x.shape))
-    folds = plan["MAY_FOLD"] and not plan["ABSORB"]
-    replaced_key = key.new_empty(num_reqs, *key.shape[1:]) if folds else key
+    replaced_key, replaced_decays = key, step.decays
+    if plan["MAY_FOLD"] and not plan["ABSORB"]:
+        replaced_key, replaced_decays = (part.new_empty(num_reqs, *part.shape[1:]) for part in (key, step.decays))
     block_t = _BLOCK_T if plan["ABSORB"] else next_power_of_2(step.max_query_len)
     blocks, block_d = cdiv(step.max_query_len, block_t), next_power_of_2(max(key_dim, value_dim))
     heads = 2 * keys // key_dim + values // value_dim
-    _state_convolution_kernel[(num_reqs * blocks, heads)](
+    decays = 0 if plan["ABSORB"] or not rule.has_matrix else step.decays[0, 0].numel()
+    _state_convolution_kernel[(num_reqs * blocks, heads + cdiv(decays, block_d))](
         x_ptr=x,
         weight_ptr=step.weight.contiguous(),
         bias_ptr=step.bias,
@@ -50,6 +64,9 @@ def launch_convolution(step: Any, plan: dict[str, Any]) -> tuple[torch.Tensor, t
         conv_ptr=step.conv,
         key_ptr=key,
         replaced_key_ptr=replaced_key,
+        decay_ptr=step.decay.contiguous(),
+        decays_ptr=step.decays,
+        replaced_decays_ptr=replaced_decays,
         q_scale=key_dim**-0.5,
         num_blocks=blocks,
         stride_x=x.stride(0),
@@ -57,6 +74,7 @@ def launch_convolution(step: Any, plan: dict[str, Any]) -> tuple[torch.Tensor, t
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         CHANNELS=x.shape[1],
+        DECAYS=decays,
         WIDTH=step.weight.shape[1],
         BLOCK_T=block_t,
         BLOCK_D=block_d,
@@ -69,7 +87,7 @@ def launch_convolution(step: Any, plan: dict[str, Any]) -> tuple[torch.Tensor, t
         **plan,
         **dependent_launch(x.device),
     )
-    return mixed, replaced_key
+    return Convolved(mixed, replaced_key, replaced_decays)
 
 
 @triton.jit
@@ -82,6 +100,9 @@ def _state_convolution_kernel(
     conv_ptr,  # in and out: [S, W - 1 + J, C]
     key_ptr,  # in and out: fp32 [S, J, H, Dk]
     replaced_key_ptr,  # out: fp32 [R, J, H, Dk]
+    decay_ptr,  # fp32 [T, HV, G]
+    decays_ptr,  # in and out: fp32 [S, J, HV, G]
+    replaced_decays_ptr,  # out: fp32 [R, J, HV, G]
     base_ptr,  # int32 [S]
     held_ptr,  # int32 [S]
     query_start_loc_ptr,  # int32 [R + 1]
@@ -98,6 +119,7 @@ def _state_convolution_kernel(
     KEY_DIM: tl.constexpr,  # Dk
     VALUE_DIM: tl.constexpr,  # Dv
     CHANNELS: tl.constexpr,  # C
+    DECAYS: tl.constexpr,  # HV * G that the journal takes, or 0
     WIDTH: tl.constexpr,  # W
     JOURNAL: tl.constexpr,  # J
     BLOCK_T: tl.constexpr,  # tokens per program; all of a row unless ABSORB
@@ -112,7 +134,8 @@ def _state_convolution_kernel(
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """mixed = SiLU(convolution of x after the slot's window), and norm 1 for q and k, where a recurrence has them. One
-    program per BLOCK_T tokens of a row and head of [q | k | v]; grid [R * num_blocks, heads]."""
+    program per BLOCK_T tokens of a row and head of [q | k | v], or BLOCK_D decays; grid [R * num_blocks, heads +
+    DECAYS / BLOCK_D]."""
     NORM_EPS: tl.constexpr = 1e-6
     await_previous(PDL)
     row = tl.program_id(0) // num_blocks
@@ -130,6 +153,31 @@ def _state_convolution_kernel(
         tl.store(mixed_ptr + token * CHANNELS + offs_c, zeros, mask=mask)
     if block * BLOCK_T >= q_len:
         return
+    first = tl.where(fold, 0, replay)
+    if DECAYS:
+        heads = 2 * HEADS + (CHANNELS - 2 * HEADS * KEY_DIM) // VALUE_DIM
+        if head >= heads:
+            # The decays of the journal
+            at = (head - heads) * BLOCK_D
+            offs_t = tl.arange(0, BLOCK_T)[:, None]
+            offs_g = at + tl.arange(0, BLOCK_D)[None, :]
+            g_ptrs = decay_ptr + (q_start + offs_t).to(tl.int64) * DECAYS + offs_g
+            g = tl.load(g_ptrs, mask=(offs_t < q_len) & (offs_g < DECAYS), other=0.0)
+            write_entries(
+                g,
+                decays_ptr + slot * (JOURNAL * DECAYS) + at,
+                replaced_decays_ptr + row.to(tl.int64) * (JOURNAL * DECAYS) + at,
+                first,
+                q_len,
+                replay,
+                fold,
+                DECAYS,
+                DECAYS - at,
+                JOURNAL,
+                BLOCK_T,
+                BLOCK_D,
+            )
+            return
 
     # 1. The channels of this head, and the rows of its slot
     is_value = head >= 2 * HEADS
@@ -192,7 +240,6 @@ def _state_convolution_kernel(
         tl.debug_barrier()
         tl.store(conv_ptr + offs_w * CHANNELS + offs_d, tl.where(end >= 0, new, old), mask=mask_w & (fold | ABSORB))
         if not ABSORB:
-            first = tl.where(fold, 0, replay)
             entry = first + offs_t[:, None]
             mask_entry = mask_t[:, None] & mask_d & (entry < JOURNAL)
             tl.store(conv_ptr + (WIDTH - 1 + entry) * CHANNELS + offs_d, own, mask=mask_entry)

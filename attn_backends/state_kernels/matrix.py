@@ -1,4 +1,5 @@
-"""The matrices of a layer in its step: the journal is replayed, and the tokens of a block are taken in at once.
+"""The matrices of a layer in a prompt or the step of a tree: the journal is replayed, and the tokens of a block are
+taken in at once.
 
 For a block of tokens with S before it, G_i the sum of log decays on token i's path and rel_ij = exp(G_i - G_j) for j
 on that path,
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from attn_backends.state_kernels.convolution import Convolved
 from attn_backends.state_kernels.rows import bounded, plan_row
 from attn_backends.state_kernels.tokens import launch_tokens
 from builders import Recurrence
@@ -31,7 +33,7 @@ rows; rows of a slice of it; and columns per program, which holds its slices in 
 need more of them than there are."""
 
 
-def launch_matrix(step: Any, mixed: torch.Tensor, replaced_key: torch.Tensor, plan: dict[str, Any]) -> torch.Tensor:
+def launch_matrix(step: Any, convolved: Convolved, plan: dict[str, Any]) -> torch.Tensor:
     """Take in the tokens of a `StateStep` after their convolution; returns [T, HV, Dv] in x's dtype."""
     rule = Recurrence(step.recurrence).rule
     (heads, key_dim), (value_heads, value_dim) = step.key.shape[2:], step.update.shape[2:]
@@ -39,14 +41,10 @@ def launch_matrix(step: Any, mixed: torch.Tensor, replaced_key: torch.Tensor, pl
     prompt_t = _BLOCK_T if rule.decays_by_channel or key_dim > 128 else _PROMPT_BLOCK_T
     block_t = prompt_t if step.absorb else max(_BLOCK_T, next_power_of_2(step.max_query_len))
     block_v = max(16, min(_BLOCK_V, next_power_of_2(value_dim)))  # tl.dot needs 16
-    shape = (len(step.seq_lens), *step.decays.shape[1:])
-    replaced = step.decays if replaced_key is step.key else step.decays.new_empty(shape)
     shared: dict[str, Any] = {
-        "mixed_ptr": mixed,
+        "mixed_ptr": convolved.mixed,
         "decay_ptr": step.decay.contiguous(),
         "beta_ptr": step.beta.contiguous(),
-        "decays_ptr": step.decays,
-        "replaced_decays_ptr": replaced,
         "HEADS": heads,
         "VALUE_HEADS": value_heads,
         "KEY_DIM": key_dim,
@@ -67,7 +65,9 @@ def launch_matrix(step: Any, mixed: torch.Tensor, replaced_key: torch.Tensor, pl
         state_ptr=step.state,
         key_ptr=step.key,
         update_ptr=step.update,
-        replaced_key_ptr=replaced_key,
+        decays_ptr=step.decays,
+        replaced_key_ptr=convolved.replaced_key,
+        replaced_decays_ptr=convolved.replaced_decays,
         o_ptr=out,
         BLOCK_K=_BLOCK_K,
         BLOCK_V=block_v,

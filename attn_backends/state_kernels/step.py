@@ -11,6 +11,7 @@ import torch
 
 from attn_backends.state import StateInputs
 from attn_backends.state_cache import StateCache, StateLengths
+from attn_backends.state_kernels.chain import launch_chain
 from attn_backends.state_kernels.convolution import launch_convolution
 from attn_backends.state_kernels.matrix import launch_matrix
 from attn_backends.state_kernels.rows import metadata_of, plan_arguments
@@ -107,10 +108,11 @@ class StateStep(NamedTuple):
 
     def launch(self) -> torch.Tensor:
         plan = plan_arguments(self, self.key.shape[1])
-        mixed, replaced_key = launch_convolution(self, plan)
-        if Recurrence(self.recurrence).rule.has_matrix:
-            return launch_matrix(self, mixed, replaced_key, plan)
-        return mixed.to(self.x.dtype).view(self.fake().shape)
+        convolved = launch_convolution(self, plan)
+        if not Recurrence(self.recurrence).rule.has_matrix:
+            return convolved.mixed.to(self.x.dtype).view(self.fake().shape)
+        is_chain = not self.absorb and self.tree_masks is None
+        return (launch_chain if is_chain else launch_matrix)(self, convolved, plan)
 
 
 state_step = define_op("attn_backends::state_step", StateStep, mutates=("state", "conv", "key", "update", "decays"))

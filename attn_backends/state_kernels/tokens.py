@@ -6,12 +6,11 @@ with S before it, G_i the sum of log decays on token i's path and rel_ij = exp(G
     u_i = beta_i (v_i - S^T (exp(G_i) k_i) - sum over j < i of (k_i . rel_ij k_j) u_j)
     out_i = S^T (exp(G_i) q_i) + sum over j <= i of (q_i . rel_ij k_j) u_j
 
-The kernel writes G; solve, with u = solve (v - S^T (exp(G) k)); score, the factors of u_j in out_i; and the decays of
-the journal. Without a delta rule u_i = beta_i v_i, and there is nothing to solve: the quadratic form of
-arXiv:2405.21060, section 3.2.
+The kernel writes G; solve, with u = solve (v - S^T (exp(G) k)); and score, the factors of u_j in out_i. Without a delta
+rule u_i = beta_i v_i, and there is nothing to solve: the quadratic form of arXiv:2405.21060, section 3.2.
 
-Shape legend: T query tokens, R requests, S slots, J journal entries, H key heads, HV value heads, Dk and Dv their dims,
-C channels of [q | k | v], G log decays of a value head (1 or Dk), B tokens of a block.
+Shape legend: T query tokens, R requests, S slots, H key heads, HV value heads, Dk and Dv their dims, C channels of
+[q | k | v], G log decays of a value head (1 or Dk), B tokens of a block.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn_backends.state_kernels.rows import bounded, plan_row, write_entries
+from attn_backends.state_kernels.rows import bounded, plan_row
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
@@ -72,8 +71,6 @@ def _state_tokens_kernel(
     solve_ptr,  # out: fp32 [T, HV, B]: row i of a block's solve
     score_ptr,  # out: fp32 [T, HV, B]: column j of a block's score
     sums_ptr,  # out: fp32 [T, HV, G]: sums of the log decays of a block's paths
-    decays_ptr,  # in and out: fp32 [S, J, HV, G]
-    replaced_decays_ptr,  # out: fp32 [R, J, HV, G]
     base_ptr,  # int32 [S]
     held_ptr,  # int32 [S]
     query_start_loc_ptr,  # int32 [R + 1]
@@ -100,8 +97,8 @@ def _state_tokens_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """solve = (I + beta tril(k . rel k))^-1 beta and score = tril(q . rel k), and the decays of the journal. One
-    program per block of a row and value head; grid [R * num_blocks, HV]."""
+    """solve = (I + beta tril(k . rel k))^-1 beta and score = tril(q . rel k). One program per block of a row and value
+    head; grid [R * num_blocks, HV]."""
     CHANNELS: tl.constexpr = 2 * HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     DECAYS: tl.constexpr = KEY_DIM if PER_CHANNEL else 1
     BLOCK_G: tl.constexpr = BLOCK_K if PER_CHANNEL else 1
@@ -109,7 +106,7 @@ def _state_tokens_kernel(
     row = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
     value_head = tl.program_id(1)
-    q_start, q_len, slot, replay, _, _, fold, _ = plan_row(
+    q_start, q_len, _, _, _, _, _, _ = plan_row(
         row, base_ptr, held_ptr, query_start_loc_ptr, seq_lens_ptr, slots_ptr, max_seq_len, num_slots, reserve,
         stride_slots, JOURNAL, ABSORB, MAY_FOLD,
     )  # fmt: skip
@@ -187,20 +184,3 @@ def _state_tokens_kernel(
                 solved = tl.sum(tl.where(i[:, None] == j, solve, 0.0), 0)[None, :]
                 solve -= tl.sum(tl.where(i[None, :] == j, factor, 0.0), 1)[:, None] * solved
             tl.store(solve_ptr + places, solve, mask=mask_t[:, None])
-
-    # 3. The journal
-    if not ABSORB:
-        write_entries(
-            g,
-            decays_ptr + (slot * (JOURNAL * VALUE_HEADS) + value_head) * DECAYS,
-            replaced_decays_ptr + (row.to(tl.int64) * (JOURNAL * VALUE_HEADS) + value_head) * DECAYS,
-            tl.where(fold, 0, replay),
-            q_len,
-            replay,
-            fold,
-            VALUE_HEADS * DECAYS,
-            DECAYS,
-            JOURNAL,
-            BLOCK_T,
-            BLOCK_G,
-        )

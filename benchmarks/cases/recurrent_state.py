@@ -35,7 +35,7 @@ _NEMOTRON = replace(_QWEN3_5, num_key_heads=8, num_value_heads=128, value_dim=64
 _SHAPES = ((_QWEN3_5, _KIMI, _NEMOTRON), (3, 7, 15), (2, 4), (1, 8, 32, 64))
 """Layers, drafted tokens K, entries of a journal per query token, and requests."""
 _TINY: dict[str, Any] = {"num_key_heads": 1, "num_value_heads": 2, "key_dim": 16, "value_dim": 16}
-_SHAPES_ON_CPU = ((replace(_QWEN3_5, **_TINY), replace(_NEMOTRON, **_TINY)), (3,), (2,), (2,))
+_SHAPES_ON_CPU = ((replace(_QWEN3_5, **_TINY), replace(_NEMOTRON, **_TINY)), (3,), (2,), (3,))
 TILES = ((8, 1), (16, 1), (32, 2), (32, 4), (64, 4), (64, 8))
 """Columns of a state per program, and warps, of which the peer takes the fastest."""
 _ROUNDING = 0.02
@@ -98,9 +98,10 @@ class TimedStep:
         cache.lengths.base.copy_(context - replay)
         cache.lengths.held.copy_(replay)
         ours = self._arguments(cache)
-        state, window = get_state("triton_state").read(cache, torch.arange(rows, device=device), context.long())
+        slots = ours.slots.long()
+        state, window = get_state("triton_state").read(cache, slots, context.long())
         conv, key = torch.zeros_like(cache.conv), torch.zeros_like(cache.key)
-        conv[:, : window.shape[1]] = window
+        conv[slots, : window.shape[1]] = window
         peers = ours._replace(conv=conv, key=key, base=context, held=torch.zeros_like(replay), may_fold=False)
         return Layer(ours, peers, state[:, None].repeat(1, 1 + self.queries, 1, 1, 1))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tests.ops.state  # noqa: F401
-from attn_backends.state_kernels import convolution, matrix, move_entries, rows, tokens
+from attn_backends.state_kernels import chain, convolution, matrix, move_entries, rows, tokens
 from benchmarks import measure
 from benchmarks.cases import recurrent_state
 from benchmarks.rows import Bench
@@ -18,7 +18,14 @@ from tests.ops.questions import check_op
 from tests.ops.sample import TABLE
 from tests.stand_in_modules import install_module
 
-MODULES = {"rows": rows, "convolution": convolution, "tokens": tokens, "matrix": matrix, "move": move_entries}
+MODULES = {
+    "rows": rows,
+    "convolution": convolution,
+    "chain": chain,
+    "tokens": tokens,
+    "matrix": matrix,
+    "move": move_entries,
+}
 STEP, END, MOVE = "state_step", "end_state_step", "move_entries"
 MUTANTS = [
     ("rows", STEP, "fold = fresh | (replay + q_len + reserve > JOURNAL)", "fold = fresh"),
@@ -45,6 +52,30 @@ MUTANTS = [
     ("convolution", STEP, "    if ACTIVATES:\n", "    if WIDTH > 0:\n"),
     ("convolution", STEP, "    if NORMALISES:\n", "    if WIDTH > 0:\n"),
     ("convolution", STEP, "(live == 0) & RETURNS", "(live < 0) & RETURNS"),
+    ("convolution", STEP, "                DECAYS - at,\n", "                DECAYS,\n"),
+    (
+        "convolution",
+        STEP,
+        "replaced_decays_ptr + row.to(tl.int64) * (JOURNAL * DECAYS) + at",
+        "replaced_decays_ptr + at",
+    ),
+    ("chain", STEP, "if live == 0:", "if live & (q_len < 0):"),
+    ("chain", STEP, "mask=mask & (fresh == 0)", "mask=mask"),
+    ("chain", STEP, "key_ptr = tl.where(fold, replaced", "key_ptr = tl.where(fold & (replay < 0), replaced"),
+    ("chain", STEP, "decays_ptr = tl.where(fold, replaced", "decays_ptr = tl.where(fold & (replay < 0), replaced"),
+    ("chain", STEP, "offs_k if PER_CHANNEL else offs_k * 0", "offs_k"),
+    ("chain", STEP, "more = later < replay", "more = later < replay - 1"),
+    ("chain", STEP, "state * tl.exp(bounded(g))[:, None]", "state"),
+    ("chain", STEP, "    if fold:\n", "    if fresh:\n"),
+    ("chain", STEP, "tl.where(fold, 0, replay)", "replay"),
+    ("chain", STEP, "(q * decay)[:, None]", "q[:, None]"),
+    ("chain", STEP, "(k * decay)[:, None]", "k[:, None]"),
+    ("chain", STEP, "    if SUBTRACTS:\n", "    if HEADS > 0:\n"),
+    ("chain", STEP, "u = beta * u", "pass"),
+    ("chain", STEP, "state * decay[:, None]", "state"),
+    ("chain", STEP, "o += tl.sum(q * k, 0) * u", "pass"),
+    ("chain", STEP, "o += skip * v", "pass"),
+    ("chain", STEP, "more = later < q_len", "more = later < q_len - 1"),
     ("tokens", STEP, "tl.where(seen, of_queries * decay, 0.0)", "tl.where(seen, of_queries, 0.0)"),
     ("tokens", STEP, "tl.where(seen, of_queries * decay, 0.0)", "of_queries * decay"),
     ("tokens", STEP, "tl.where(seen & (i[:, None] > i[None, :])", "tl.where((i[:, None] > i[None, :])"),
@@ -156,6 +187,12 @@ def test_bench_starts_and_peers_agree(monkeypatch):
     rows = list(recurrent_state.recurrent_state_rows(bench))
     assert [row["backend"] for row in rows] == ["triton_state", "columns 8x1", "columns 32x4", "vllm"] * 2
     assert not bench.missing and all(row["wall_us"]["p50"] > 0 for row in rows)
+
+
+def test_layers_of_the_bench_have_shuffled_slots():
+    ((spec, _), *_, (rows,)) = recurrent_state._SHAPES_ON_CPU
+    layer = recurrent_state.TimedStep(recurrent_state.replace(spec, journal=8), 4, rows, CPU).layers[0]
+    assert layer.ours.slots.tolist() != sorted(layer.ours.slots.tolist())
 
 
 def test_columns_are_those_of_their_definition():

@@ -27,7 +27,7 @@ the checkpoint; then rows that count as padding: a slot outside, a length beyond
 SSD, CONV, KDA = ({"recurrence": each} for each in (Recurrence.SSD, Recurrence.CONV, Recurrence.KDA))
 KINDS: list[dict[str, Any]] = [
     {"bias": None},
-    {**KDA, "value_heads": 2},
+    {**KDA, "heads": 1, "value_heads": 3, "dims": (24, 8)},
     {"tree": True},
     {"tree": True, **KDA, "width": 2},
     {"may_fold": False, "width": 1},
