@@ -105,9 +105,10 @@ def test_plain_arms_are_beside_every_draft_of_their_model() -> None:
 
 def test_ratios_divide_ours_by_theirs() -> None:
     title, table = context_tables.ratios(report()).split("\n\n")
-    head, _, *rows = table.splitlines()
+    head, rule, *rows = table.splitlines()
     assert title.endswith("requests × context:")
     assert head == "| ours | vLLM's | its draft | 1 × 1k | 1 × 96k | 8 × 1k |"
+    assert rule == "| --- | --- | --- | ---: | ---: | ---: |"
     assert len(rows) == 8
     assert rows[0] == "| `FLASHINFER_IN_GRAPH` | `FLASH_ATTN`, FlashAttention-2 | none | 2.63 | 2.88 | 2.55 |"
     assert (
@@ -121,15 +122,16 @@ def test_ratios_divide_ours_by_theirs() -> None:
 def test_prompts_have_a_number_for_each_number_of_requests() -> None:
     title, table = context_tables.prompts(report()).split("\n\n")
     assert title.endswith(", one request / 8 requests:")
+    assert table.splitlines()[1] == "| --- | --- | ---: | ---: |"
     assert table.splitlines()[4] == "| `FLASHINFER_IN_GRAPH` (ours) | the same | 13,500 / 1,000 | 13,500 / – |"
 
 
 def test_cost_begins_where_a_draft_stays_slower() -> None:
     assert context_tables.cost(report()) == (
         "On FlashAttention-2, a draft made one request slower from 96k of context on (59 tokens/s, 118 without) and "
-        "left 8 requests faster at 1k, the longest timed (3,450 tokens/s, 1,400 without). After 96k tokens, one request "
-        "got 59 tokens/s on it with the draft and 118 without; with target and draft, 340 on our `FLASHINFER_IN_GRAPH` and "
-        "295 on our `ATTN_BACKENDS_TRITON_PAGED`."
+        "left 8 requests faster at 1k, the longest timed (3,450 tokens/s, 1,400 without). After 96k tokens, one "
+        "request got 59 tokens/s on it with the draft and 118 without; with target and draft, 340 on our "
+        "`FLASHINFER_IN_GRAPH` and 295 on our `ATTN_BACKENDS_TRITON_PAGED`."
     )
     slow = arm(FLASH_ATTN, None, *timed([180.0, 59.0], [1.0]), version=2)
     found = context_tables.cost(report(slow, *ARMS[1:]))
@@ -171,6 +173,7 @@ def test_plot_has_a_line_for_each_engine_of_one_request() -> None:
         ("FlashAttention-2, draft", "59"),
     ]
     assert "FlashAttention-3 (vLLM's): 400 at 1k, 400 at 96k" in drawn
+    assert drawn.count("stroke-dasharray") == 3, "lines of a colour differ in dashes"
     assert drawn.count('class="line strong"') == 2 and 'text-anchor="middle">96k</text>' in drawn
 
 
@@ -200,6 +203,6 @@ def test_sentences_of_the_page_hold_in_the_report() -> None:
     assert all(of[first] > of[second] for (context, _), of in speeds.items() if context >= 8192)
     assert "With contexts of 1k tokens you need nothing on any card: there, all backends are within 10 %" in page
     assert all(min(of.values()) > 0.9 * max(of.values()) for (context, _), of in speeds.items() if context == SHORT)
-    assert "In our figures it was faster than FlashAttention-2 from 8k of context on, but slower than ours" in page
+    assert "faster than\nFlashAttention-2 from 8k of context on, but slower than ours" in page
     for (context, _), of in speeds.items():
         assert context < 8192 or of[f"{FLASH_ATTN} 2"] < of[f"{TRITON} 0"] < min(of[first], of[second])
