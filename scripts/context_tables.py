@@ -30,11 +30,13 @@ _SHOWN = ("eagle", "llama3-8b")
 _COMPARED = ((FLASH_ATTN, FA2, False), (FLASH_ATTN, FA2, True), (TRITON, 0, True), (FLASH_ATTN, 0, True))
 """vLLM's engines that ours are divided by: target, version, and whether there is a draft."""
 
+_Report = Mapping[str, Any]
+"""See vllm_figures.py."""
 _Arm = Mapping[str, Any]
 """What a report says of an arm: its settings as "arm", and its rows."""
 
 
-def speeds(report: _Arm) -> str:
+def speeds(report: _Report) -> str:
     """Return tokens per second of decoding, a table for each model, kind of draft and number of requests. Raises
     ValueError if no arm has a draft."""
     blocks = []
@@ -49,7 +51,7 @@ def speeds(report: _Arm) -> str:
     return "\n\n".join(blocks)
 
 
-def prompts(report: _Arm) -> str:
+def prompts(report: _Report) -> str:
     """Return tokens per second of prompts by context, a table for each model and kind of draft. A cell has a number for
     each number of requests."""
     blocks = []
@@ -67,7 +69,7 @@ def prompts(report: _Arm) -> str:
     return "\n\n".join(blocks)
 
 
-def ratios(report: _Arm) -> str:
+def ratios(report: _Report) -> str:
     """Return tokens per second with target and draft on each of ours, divided by those of vLLM's engines. A ~ means
     that the runs overlap."""
     blocks = []
@@ -88,7 +90,7 @@ def ratios(report: _Arm) -> str:
     return "\n\n".join(blocks)
 
 
-def cost(report: _Arm) -> str:
+def cost(report: _Report) -> str:
     """Say from which context on a draft makes FlashAttention-2 slower, by number of requests, and what one request gets
     on it and on ours after the longest."""
     arms = _shown(report)
@@ -115,7 +117,7 @@ def cost(report: _Arm) -> str:
     )
 
 
-def behind(report: _Arm) -> str:
+def behind(report: _Report) -> str:
     """Return, as a list, how far each of ours is behind FlashAttention-3 at most, and its prompts beside vLLM's."""
     arms = _shown(report)
     newest, longest = _need(arms, FLASH_ATTN), _contexts(arms)[-1]
@@ -139,7 +141,7 @@ def behind(report: _Arm) -> str:
     return "\n".join(items)
 
 
-def readme_row(report: _Arm) -> list[str]:
+def readme_row(report: _Report) -> list[str]:
     """Return the README's row of the longest context: draft, vLLM's default on most cards, its other backend, ours."""
     arms = _shown(report)
     longest, of = _contexts(arms)[-1], arms[-1]["arm"]
@@ -156,7 +158,7 @@ def readme_row(report: _Arm) -> list[str]:
     ]
 
 
-def plot(report: _Arm) -> str:
+def plot(report: _Report) -> str:
     """Plot one request's tokens per second over context, as an SVG for light and dark pages."""
     arms = _shown(report)
     of = {
@@ -191,7 +193,7 @@ def thousands(context: int) -> str:
     return f"{context // 1024}k"
 
 
-def _groups(report: _Arm) -> Iterator[list[_Arm]]:
+def _groups(report: _Report) -> Iterator[list[_Arm]]:
     """Yield the arms of each model and kind of draft: first the model's without a draft, then those with one."""
     ran = [each for each in report["arms"] if each["rows"]]
     kinds = dict.fromkeys(_kind(each) for each in ran if each["arm"]["draft"])
@@ -206,7 +208,7 @@ def _kind(found: _Arm) -> tuple[str, str]:
     return found["arm"]["kind"], found["arm"]["size"]
 
 
-def _shown(report: _Arm) -> list[_Arm]:
+def _shown(report: _Report) -> list[_Arm]:
     """Return the arms of the sentences. Raises ValueError if there are none."""
     for arms in _groups(report):
         if _kind(arms[-1]) == _SHOWN:
