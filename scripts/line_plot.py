@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -38,8 +38,9 @@ class Line:
     dash: str = ""
 
 
-def line_plot(lines: Sequence[Line], *, title: str, subtitle: str, x: str) -> str:
-    """Draw the lines on log axes. Ticks: the x values of the first line; 1, 2 and 5 times powers of ten."""
+def line_plot(lines: Sequence[Line], *, title: str, subtitle: str, x: str, x_name: Callable[[int], str] = str) -> str:
+    """Draw the lines on log axes. Ticks: the x values of the first line, as x_name writes them; 1, 2 and 5 times powers
+    of ten."""
     values = [value for line in lines for value in line.points.values()]
     low, high = min(values) / 1.15, max(values) * 1.15
     places = sorted(lines[0].points)
@@ -60,7 +61,7 @@ def line_plot(lines: Sequence[Line], *, title: str, subtitle: str, x: str) -> st
             f'<text x="{LEFT - 8}" y="{up(tick) + 4:.1f}" text-anchor="end">{tick:,}</text>',
         ]
     for place in places:
-        parts.append(f'<text x="{across(place):.1f}" y="{BOTTOM + 20}" text-anchor="middle">{place}</text>')
+        parts.append(f'<text x="{across(place):.1f}" y="{BOTTOM + 20}" text-anchor="middle">{x_name(place)}</text>')
     parts.append(f'<text x="{(LEFT + RIGHT) / 2:.1f}" y="{BOTTOM + 38}" text-anchor="middle">{escape(x)}</text>')
     labels = _spaced([up(line.points[places[-1]]) for line in lines])
     # Draw the strong line last, over the others.
@@ -73,7 +74,8 @@ def line_plot(lines: Sequence[Line], *, title: str, subtitle: str, x: str) -> st
         parts += [f'<circle class="dot{kind}" cx="{h:.1f}" cy="{v:.1f}" r="3.5"/>' for h, v in at]
         parts.append(f'<text class="label{kind}" x="{RIGHT + 4}" y="{label + 4:.1f}">{escape(line.label)}</text>')
     description = f"{title}. " + "; ".join(
-        f"{line.label}: " + ", ".join(f"{line.points[place]:,.0f} at {place}" for place in places) for line in lines
+        f"{line.label}: " + ", ".join(f"{line.points[place]:,.0f} at {x_name(place)}" for place in places)
+        for line in lines
     )
     body = "\n  ".join(parts)
     return (

@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts import strategy_times, vllm_tables
+from scripts import context_tables, strategy_times, vllm_tables
 from scripts.engine_arm import OURS as LLM_ENGINE
 from scripts.engine_arm import VLLM as VLLM_ENGINE
 from scripts.line_plot import Line, line_plot
@@ -31,10 +31,16 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU = "CPU"
 """The column for reports without a GPU, for any processor."""
 README, PLOT = Path("README.md"), Path("docs/drawings/tokens-per-second.svg")
+CONTEXT_PAGE, CONTEXT_PLOT = (
+    Path("docs/engines/long-contexts.md"),
+    Path("docs/drawings/tokens-per-second-over-context.svg"),
+)
 STRATEGIES, LLM_PAGE, ENGINE = (Path(f"docs/guide/{page}.md") for page in ("strategies", "llm", "engine"))
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, LATENTS, PAIR = "h100/vllm.json", "h100/vllm-latents.json", "h100/vllm-pair.json"
 """Reports of vLLM: of all drafts on one GPU but those over 128 heads of latents, of these, and on two GPUs."""
+CONTEXTS = "h200/contexts.json"
+"""Report of vLLM over long contexts."""
 ENGINES = "h200/engines*.json"
 """Reports of vLLM beside `LLM`. The newest one that has both engines with some settings is shown."""
 ON_CPU = "cpu/bench-cpu.json"
@@ -94,11 +100,11 @@ def contents(root: Path) -> dict[Path, str]:
     """Return the pages and the plot made from the reports under root. Raises SystemExit for a page without its
     markers."""
     vllm, latents, pair = (_load(root, name) for name in (VLLM, LATENTS, PAIR))
-    on_one_gpu, engines = [latents, vllm], engine_reports(root)
+    on_one_gpu, engines, contexts = [latents, vllm], engine_reports(root), _load(root, CONTEXTS)
     tables = {
         README: {
             "findings": findings(root),
-            "vllm speeds": vllm_speeds(vllm),
+            "vllm speeds": vllm_speeds(vllm, contexts),
             "speeds": speeds(root),
             "matrix": summary(Sources.read([root / "reports"]).reports),
         },
@@ -112,11 +118,19 @@ def contents(root: Path) -> dict[Path, str]:
         },
         ENGINE: {"block trees": strategy_times.tree_table(_load(root, TREES))},
         VLLM_PAGE: {
+            "cost of a draft": context_tables.cost(contexts),
             "vllm ratios": vllm_tables.ratios(on_one_gpu),
             "vllm draft times": vllm_tables.draft_times(on_one_gpu),
             "vllm on two GPUs": vllm_tables.scaling(pair),
             "vllm validated": vllm_tables.validated(vllm),
             "vllm ratios on two GPUs": vllm_tables.ratios([pair], num_gpus=2),
+        },
+        CONTEXT_PAGE: {
+            "cost of a draft": context_tables.cost(contexts),
+            "behind on Hopper": context_tables.behind(contexts),
+            "context speeds": context_tables.speeds(contexts),
+            "context ratios": context_tables.ratios(contexts),
+            "context prompts": context_tables.prompts(contexts),
         },
         VLLM_FIGURES: {
             "work of the readme": work(vllm, engines[0]),
@@ -126,7 +140,7 @@ def contents(root: Path) -> dict[Path, str]:
             ),
         },
     }
-    made = {PLOT: plot(vllm)}
+    made = {PLOT: plot(vllm), CONTEXT_PLOT: context_tables.plot(contexts)}
     for path, of_page in tables.items():
         made[path] = (root / path).read_text(encoding="utf-8")
         for name, table in of_page.items():
@@ -187,16 +201,22 @@ def findings(root: Path) -> str:
     )
 
 
-def vllm_speeds(report: Mapping[str, Any]) -> str:
-    """Build the table of tokens per second in vLLM: on its default, on its other backends and on ours."""
+def vllm_speeds(report: Mapping[str, Any], contexts: Mapping[str, Any]) -> str:
+    """Build the table of tokens per second in vLLM: on its default, on its other backends and on ours, and after a long
+    context."""
     rows = []
     for draft, of, default, others, ours in IN_VLLM:
         arms, (steps, _) = vllm_arms(report, *of), _round(report, *of)
         rows.append([draft.format(steps), *(_best(arms, names) for names in ([default], others, ours))])
+    rows.append(context_tables.readme_row(contexts))
     sizes = " / ".join(map(str, SIZES))
     return (
         f"Output tokens/s in vLLM {report['arms'][0]['vllm']} with {sizes} concurrent requests, by the draft's "
-        f"attention backend ({_source(report, 'scripts/vllm_figures.py')}):\n\n"
+        f"attention backend ({_source(report, 'scripts/vllm_figures.py')}). In the last row, one request has a long "
+        "context, and target and draft have the same backend. vLLM's default there is that of A100, L4, RTX 40 and all "
+        "other cards but Hopper and B200; a Hopper card ran it in their place "
+        f"([why]({CONTEXT_PAGE}#what-stands-in-for-what); {_source(contexts, 'scripts/vllm_figures.py --contexts')})."
+        "\n\n"
         f"{markdown_table(['draft', 'vLLM, its default', 'vLLM, another backend', 'vLLM, ours'], rows)}"
     )
 

@@ -28,8 +28,8 @@ layers.
 
 With --contexts, vLLM decodes after 1k to 96k tokens that its cache holds already, on its own backends and on ours, also
 on FlashAttention-2, its default on every card but Hopper and B200: see context_arm.py. On a Hopper card that kernel
-stands in for those cards: it is the same code, on another chip. Its PTX is compiled by the driver, which takes 6
-minutes once; keep CUDA_CACHE_PATH.
+stands in for those cards: it is the same code, on another chip. Its PTX is compiled by the driver, which takes 3
+to 6 minutes once; keep CUDA_CACHE_PATH.
 
 With --trained, SmolLM2, which `make smollm2` fetches, answers questions with its own draft, greedily and at temperature
 1, on each backend, and with the draft read by vLLM's layers and by ours, in 16 and in 8 bits: see trained_arm.py. These

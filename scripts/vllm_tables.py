@@ -52,7 +52,7 @@ _Compare = Callable[[list[float], list[float]], str]
 
 def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
     """Return the ratios of output tokens per second, ours to vLLM's."""
-    return _pairs(reports, num_gpus, _speeds, _ratio)
+    return _pairs(reports, num_gpus, _speeds, ratio)
 
 
 _OUR_PARTS = {"models": "our layers in", "head": "our draft head"}
@@ -139,7 +139,7 @@ def scaling(report: dict[str, Any]) -> str:
     on = {count: [each for each in timed if each["arm"]["num_gpus"] == count] for count in (1, 2)}
     rows = []
     for two, one in ((two, one) for two in on[2] for one in on[1] if alike(one) == alike(two)):
-        cells = _cells(sizes, _speeds(two), _speeds(one), _ratio)
+        cells = _cells(sizes, _speeds(two), _speeds(one), ratio)
         rows.append([_draft(two), f"`{two['arm']['draft']}`", *cells, source(report)])
     return _by_requests(["draft", "its backend"], sizes, ["GPU, date"], rows)
 
@@ -193,7 +193,7 @@ def source(report: Mapping[str, Any]) -> str:
     return f"{card(report['env']['device'])}, {report['env']['date'][:10]}"
 
 
-def _ratio(ours: list[float], theirs: list[float]) -> str:
+def ratio(ours: list[float], theirs: list[float]) -> str:
     """Return the ratio of medians, with a leading ~ if the ranges of the runs overlap."""
     overlap = max(min(ours), min(theirs)) <= min(max(ours), max(theirs))
     return f"{'~' if overlap else ''}{median(ours) / median(theirs):.2f}"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from scripts import readme
+from scripts import context_tables, readme
 from scripts.line_plot import GAP, Line, line_plot
 from spec_decode.conformance.report import Report
 from spec_decode.files import read_json
@@ -37,6 +37,7 @@ def copy(tmp_path: Path) -> Path:
         readme.ENGINE,
         readme.VLLM_PAGE,
         readme.VLLM_FIGURES,
+        readme.CONTEXT_PAGE,
     ):
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
@@ -55,6 +56,18 @@ FIGURES = [
     ("h100/vllm.json", "[663.4,666.7,665.9]", "[663.4,686.7,675.9]", "676 / 6,739 (`FLASHINFER_IN_GRAPH`)"),
     ("h100/vllm.json", "[1070.4,1036.7,1064.7]", "[1070.4,1036.7,1067.7]", "1,068 / 15,382 (best of 3)"),
     ("h100/vllm.json", '"kept":1.8', '"kept":1.9', "1.9 of 3 in vLLM"),
+    ("h200/contexts.json", "[59.7,58.0]", "[63.7,60.0]", "| 62, without a draft 120 (`FLASH_ATTN`) | 145 "),
+    ("h200/contexts.json", "[118.2,118.2]", "[119.2,120.2]", "got 62 tokens/s on it with the draft and 120 without"),
+    ("h200/contexts.json", "[344.8,335.3]", "[354.8,335.3]", "| 345 (`FLASHINFER_IN_GRAPH`) |"),
+    ("h200/contexts.json", "[299.2,291.2]", "[289.2,271.2]", "280 on our `ATTN_BACKENDS_TRITON_PAGED`"),
+    (
+        "h200/contexts.json",
+        "[144.8,146.2]",
+        "[164.8,166.2]",
+        "slower from 96k of context on (62 tokens/s, 120 without)",
+    ),
+    ("h200/contexts.json", "[1861.3,1860.9]", "[2178.1,2178.1]", "20 % with 8 requests (32k of context)"),
+    ("h200/contexts.json", "14693.2", "10000.0", "has 1.37 times FlashAttention-3's"),
     ("h200/engines.json", "[7095.6,7066.2,7111.8]", "[7116.4,7066.2,7111.8]", "581 / 7,112 (`LLM`)"),
     ("h100/bench-drafter.json", "15674.0", "8674.0", "8.7 ms"),
     ("h100/bench-llama3-8b-eagle-compiled.json", "3229.4", "3354.2", "3.35 / 3.95 ms (`torch.compile`"),
@@ -65,7 +78,10 @@ FIGURES = [
 
 def speeds(root: Path) -> str:
     vllm = read_json(root / "reports" / readme.VLLM)
-    return readme.vllm_speeds(vllm) + readme.speeds(root) + readme.work(vllm, readme.engine_reports(root)[0])
+    contexts = read_json(root / "reports" / readme.CONTEXTS)
+    sentences = context_tables.cost(contexts) + context_tables.behind(contexts)
+    work = readme.work(vllm, readme.engine_reports(root)[0])
+    return readme.vllm_speeds(vllm, contexts) + readme.speeds(root) + work + sentences
 
 
 def test_a_door_of_the_readme_shows_its_budget() -> None:
@@ -85,9 +101,9 @@ def test_every_figure_comes_from_its_report(copy: Path) -> None:
 
 
 def test_a_backend_without_figures_has_a_dash() -> None:
-    report = read_json(ROOT / "reports" / readme.VLLM)
+    report, contexts = (read_json(ROOT / "reports" / name) for name in (readme.VLLM, readme.CONTEXTS))
     arms = [arm for arm in report["arms"] if arm["arm"]["draft"] != "FLASH_ATTN"]
-    eagle, *_, mtp = readme.vllm_speeds({**report, "arms": arms}).splitlines()[-4:]
+    eagle, *_, mtp, _ = readme.vllm_speeds({**report, "arms": arms}, contexts).splitlines()[-5:]
     assert "| – | 156 / 3,698 (`FLASHINFER`) |" in eagle and "–" not in mtp
 
 
@@ -185,7 +201,8 @@ def test_outdated_pages_are_written_and_named(
 
     readme.main()
     assert "360 / 6,327" in page.read_text() and (copy / readme.PLOT).exists()
-    assert capsys.readouterr().out.splitlines() == [f"wrote {readme.PLOT}", "wrote README.md"]
+    written = [readme.PLOT, readme.CONTEXT_PLOT, readme.README]
+    assert capsys.readouterr().out.splitlines() == [f"wrote {path}" for path in written]
     readme.main()
     assert not capsys.readouterr().out
 
@@ -230,9 +247,9 @@ def test_text_around_markers_is_kept() -> None:
 def test_plot_labels_keep_their_distance() -> None:
     drawn = line_plot(
         [Line("a", {1: 10.0, 2: 100.0}), Line("b & c", {1: 20.0, 2: 101.0}, strong=True), Line("d", {1: 5.0, 2: 99.0})],
-        title="t", subtitle="s", x="n",
+        title="t", subtitle="s", x="n", x_name="<{}>".format,
     )  # fmt: skip
     heights = sorted(float(y) for y in re.findall(r'class="label[^"]*" x="\d+" y="([\d.]+)"', drawn))
     assert len(heights) == 3 and heights[1] - heights[0] >= GAP and heights[2] - heights[1] >= GAP
-    assert "b &amp; c: 20 at 1, 101 at 2" in drawn and drawn.count("<circle") == 6
+    assert "b &amp; c: 20 at &lt;1&gt;, 101 at &lt;2&gt;" in drawn and drawn.count("<circle") == 6
     assert "prefers-color-scheme: dark" in drawn
