@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts import context_tables, strategy_times, vllm_tables
+from scripts.engine_arm import DRAFTS
 from scripts.engine_arm import OURS as LLM_ENGINE
 from scripts.engine_arm import VLLM as VLLM_ENGINE
 from scripts.line_plot import Line, line_plot
@@ -62,14 +63,19 @@ DRAFT_TOKENS = 7
 SIZES = (1, 32)
 """Concurrent requests shown in the table."""
 COMPARED = {
-    "without a draft": {"steps": 0, "weights": False},
-    "with EAGLE": {"steps": DRAFT_TOKENS, "weights": False, "draft_weights": False},
-    "with EAGLE, whose weights have 8 bits": {"steps": DRAFT_TOKENS, "weights": False, "draft_weights": True},
-    "with EAGLE, all weights in 8 bits": {"steps": DRAFT_TOKENS, "weights": True, "draft_weights": True},
-    "without a draft, weights in 8 bits": {"steps": 0, "weights": True},
+    "an 8B Llama without a draft": {"steps": 0, "weights": False},
+    "an 8B Llama with EAGLE": {"steps": DRAFT_TOKENS, "weights": False, "draft_weights": False},
+    "an 8B Llama with EAGLE, whose weights have 8 bits": {
+        "steps": DRAFT_TOKENS,
+        "weights": False,
+        "draft_weights": True,
+    },
+    "an 8B Llama with EAGLE, all weights in 8 bits": {"steps": DRAFT_TOKENS, "weights": True, "draft_weights": True},
+    "an 8B Llama without a draft, weights in 8 bits": {"steps": 0, "weights": True},
+    "four layers of Qwen3.5 with MTP": {"steps": 3, "weights": False, "draft_weights": False, "size": "qwen3.5"},
 }
-"""Settings of whole engines that are compared, by how the table names them."""
-WITH_PROMPTS = frozenset({"with EAGLE", "with EAGLE, all weights in 8 bits"})
+"""Settings of whole engines that are compared, of a Llama unless they say so, by how the table names them."""
+WITH_PROMPTS = frozenset({"an 8B Llama with EAGLE", "an 8B Llama with EAGLE, all weights in 8 bits"})
 """Those whose prompts have a row."""
 OWN_TOKENS = ("graph.planned_steps_have_their_tokens", "base-round")
 """The check and case that show whether a draft step attends to the tokens drafted earlier in its round."""
@@ -133,7 +139,7 @@ def contents(root: Path) -> dict[Path, str]:
             "context prompts": context_tables.prompts(contexts),
         },
         VLLM_FIGURES: {
-            "work of the readme": work(vllm, engines[0]),
+            "work of the readme": work(vllm, engines),
             "whole engines": "\n\n".join(map(vllm_tables.engines, engines)),
             "vllm figures": "\n\n".join(
                 vllm_tables.figures(report, name) for report, name in ((vllm, VLLM), (latents, LATENTS), (pair, PAIR))
@@ -266,10 +272,10 @@ def engine_rows(root: Path) -> list[list[str]]:
         report, theirs, ours = both_engines[0]
         vllm, source = f"vLLM {theirs[0]['vllm']}", _source(report, "scripts/vllm_figures.py --engines")
         both = [f"{_pair(_fastest(theirs))} ({vllm})", f"{_pair(_fastest(ours))} (`LLM`)"]
-        rows.append([f"Tokens/s of an 8B Llama {label}, {sizes} requests", *both, source])
+        rows.append([f"Tokens/s of {label}, {sizes} requests", *both, source])
         if label in WITH_PROMPTS:
             prompts = [median(each["prefill"]["tokens_per_s"]) for each in (theirs[0], ours[0])]
-            name = f"Prompt tokens/s of an 8B Llama {label}, {ours[0]['prefill']['requests']} prompts of 1,000 tokens"
+            name = f"Prompt tokens/s of {label}, {ours[0]['prefill']['requests']} prompts of 1,000 tokens"
             rows.append([name, f"{prompts[0]:,.0f} ({vllm})", f"{prompts[1]:,.0f} (`LLM`)", source])
     return rows
 
@@ -281,8 +287,9 @@ def engine_reports(root: Path) -> list[dict[str, Any]]:
 
 
 def _alike(report: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Return vLLM's arms and ours with these settings."""
-    alike = [each for each in report["arms"] if each["rows"] and settings.items() <= each["arm"].items()]
+    """Return vLLM's arms and ours with these settings, of a Llama by default."""
+    wanted = ({"size": EAGLE[1]} | dict(settings)).items()
+    alike = [each for each in report["arms"] if each["rows"] and wanted <= ({"size": EAGLE[1]} | each["arm"]).items()]
     theirs, ours = ([each for each in alike if each["arm"]["engine"] == name] for name in (VLLM_ENGINE, LLM_ENGINE))
     return theirs, ours
 
@@ -293,12 +300,15 @@ def _fastest(arms: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     return {size: max(median(row["tokens_per_s"]) for row in rows if row["requests"] == size) for size in SIZES}
 
 
-def work(vllm: Mapping[str, Any], engines: Mapping[str, Any]) -> str:
-    """Describe what the README's speeds were measured on. engines: the report of whole engines."""
+def work(vllm: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) -> str:
+    """Describe what the README's speeds were measured on. engines: the reports of whole engines."""
     kept = [f"{kept:g} of {steps}" for steps, kept in (_round(vllm, *of) for _, of, *_ in IN_VLLM)]
     plain, size = vllm_arms(vllm, *EAGLE)[NO_DRAFT], SIZES[-1]
-    arm = next(each["arm"] for each in engines["arms"] if each["arm"]["steps"])
-    compared = f"{arm['kept']:g} of {arm['steps']} where vLLM and `LLM` are compared"
+    arms = [each["arm"] for report in engines for each in report["arms"]]
+    drafted = [arm for arm in arms if arm["engine"] == LLM_ENGINE and arm["steps"]]
+    rounds = dict.fromkeys((arm.get("kind", "eagle"), arm["kept"], arm["steps"]) for arm in drafted)
+    compared = " and ".join(f"{each_kept:g} of {steps} with {DRAFTS[kind]}" for kind, each_kept, steps in rounds)
+    compared += " where vLLM and `LLM` are compared"
     return (
         "The README's table of vLLM has an 8B Llama with EAGLE, an 8B Qwen3 with DFlash and DFlash2, and, for MTP, "
         "four layers of DeepSeek-V3 as one of eight GPUs holds them (16 of 128 heads), not compiled. All weights are "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import hypot, sqrt
 from statistics import fmean, median, stdev
@@ -55,8 +55,6 @@ def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
     return _pairs(reports, num_gpus, _speeds, ratio)
 
 
-_OUR_PARTS = {"models": "our layers in", "head": "our draft head"}
-"""What vLLM runs of ours in an arm of whole engines, by the arm's field."""
 _OTHER_MODELS = {
     "qwen3.5": ", four layers of Qwen3.5",
     "qwen3-8b": ", 8B Qwen3",
@@ -81,10 +79,18 @@ def engines(report: dict[str, Any]) -> str:
             for size in sizes
         ]
         engine = f"vLLM {found['vllm']}" if "vllm" in found else "`LLM`"
-        engine += "".join(f", {name}: {arm[field]}" for field, name in _OUR_PARTS.items() if arm.get(field))
+        engine += "".join(f", {part}" for part in _our_parts(arm))
         rows.append([settings, engine, *each, f"{median(found['prefill']['tokens_per_s']):,.0f}"])
     numbers = [*(f"{size} req." for size in sizes), "prompts"]
     return f"{source(report)}.\n\n{markdown_table(['settings', 'engine', *numbers], rows, numbers)}"
+
+
+def _our_parts(arm: Mapping[str, Any]) -> Iterator[str]:
+    """Say what vLLM runs of ours in an arm of whole engines."""
+    if models := arm.get("models", "").split():
+        yield f"our layers in {' and '.join(models)}"
+    if head := arm.get("head"):
+        yield f"our head in {'8' if head == 'fp8' else head} bits"
 
 
 def _by_settings(found: dict[str, Any]) -> tuple[Any, ...]:
