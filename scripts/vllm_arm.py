@@ -86,8 +86,6 @@ DFLASH2 = {
 }  # fmt: skip
 """As published."""
 REQUESTS = (1, 4, 16, 32)
-CAPTURED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Batch sizes to capture, in tokens: the timed ones, and some between for when requests end."""
 Run: TypeAlias = tuple[float, list[list[int]]]
 """A batch: its seconds, and each request's new tokens."""
 PROMPT, NEW_TOKENS, REPEATS = 512, 256, 3
@@ -201,9 +199,10 @@ def _draft_config(kind: str, vocab: int, layers: int) -> dict[str, Any]:
 
 
 def engine_options(arm: Arm, positions: int = 8192) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM. positions: of the models."""
-    captured = [size for size in CAPTURED if size <= max(arm.requests) * (1 + arm.steps)]
-    uncompiled = {} if arm.compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    """Return the arguments of vllm.LLM. positions: of the models.
+
+    vLLM chooses the sizes of its graphs: compiled, with a draft, it has piecewise ones for prompts of up to 512 tokens.
+    """
     options = {
         "model": model_folder(arm.size, positions=positions), "load_format": "dummy", "skip_tokenizer_init": True,
         "max_model_len": 4096, "max_num_seqs": max(REQUESTS), "max_num_batched_tokens": 8192, "dtype": "bfloat16",
@@ -211,7 +210,7 @@ def engine_options(arm: Arm, positions: int = 8192) -> dict[str, Any]:
         "tensor_parallel_size": arm.num_gpus, "disable_custom_all_reduce": True, "enable_flashinfer_autotune": False,
         "worker_extension_cls": "scripts.vllm_worker.MeasuredWorker",
         "attention_config": {"backend": arm.target},
-        "compilation_config": {"cudagraph_capture_sizes": captured} | uncompiled,
+        "compilation_config": {} if arm.compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     }  # fmt: skip
     if "qwen3.5" in arm.size:
         # FlashInfer's kernels for prompts, which vLLM takes on Hopper, need a CUDA compiler on the machine.

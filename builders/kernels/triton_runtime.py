@@ -69,7 +69,7 @@ def torch_implementations() -> Iterator[None]:
 def stored_as(out: torch.Tensor) -> torch.Tensor:
     """Return the tensor that a kernel stores to: out itself, or on the CPU an fp32 copy, which torch then converts to
     out's dtype, because the interpreter truncates fp32 to bf16 and hardware rounds."""
-    return out.float() if out.device.type == "cpu" else out
+    return out.float() if out.is_cpu else out
 
 
 PDL_VARIABLE = "ATTN_BACKENDS_PDL"

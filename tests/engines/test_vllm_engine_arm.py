@@ -45,6 +45,28 @@ def test_vllm_takes_options_of_arm(arm, tiny):
     assert hasattr(llama_eagle.EagleLlamaForCausalLM, "get_top_tokens"), "local argmax needs it"
 
 
+def test_vllm_captures_the_prompt_of_one_request(tiny):
+    """On a GPU: piecewise, for the target and for the draft's first step. And every timed round."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import llama, llama_eagle
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    ModelRegistry.register_model("LlamaForCausalLM", llama.LlamaForCausalLM)
+    ModelRegistry.register_model("EagleLlamaForCausalLM", llama_eagle.EagleLlamaForCausalLM)
+    arm = next(arm for arm in THEIRS if arm.steps)
+    options = engine_arm.vllm_options(arm)
+    # On a CPU, vLLM has no graphs, nor a default of their mode.
+    options["compilation_config"] |= {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+    config = EngineArgs(**options).create_engine_config()
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    config._set_cudagraph_sizes()
+    captured = config.compilation_config.cudagraph_capture_sizes
+    [prompt] = engine_arm.token_prompts(1, 128)
+    assert len(prompt) <= max(captured) == 512
+    assert {requests * (1 + arm.steps) for requests in arm.requests} <= set(captured)
+
+
 def test_weights_of_eagle3_arm_fill_vllm_draft(tiny, monkeypatch):
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs

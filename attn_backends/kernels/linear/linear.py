@@ -34,12 +34,12 @@ def linear(
     (`torch.backends.cuda.matmul`), which stay as they are.
     """
     kind = product_kind(x, weight, skinny=bias is None)
-    if kind is ProductKind.SKINNY:
-        return skinny_linear(x, weight, residual)
-    if kind.streams:
-        return streamed_linear(x, weight, bias, residual, round_x=kind.rounds)
-    if isinstance(weight, torch.Tensor) and kind is ProductKind.TORCH:
+    if kind is ProductKind.TORCH and isinstance(weight, torch.Tensor):
         out = F.linear(x, weight, bias)
+    elif kind is ProductKind.SKINNY:
+        return skinny_linear(x, weight, residual)
+    elif kind.streams:
+        return streamed_linear(x, weight, bias, residual, round_x=kind.rounds)
     else:
         if isinstance(weight, Fp8Weight) and kind is ProductKind.NARROW:
             out = narrow_linear(x, weight)

@@ -13,6 +13,9 @@ from torch.nn import functional as F
 
 from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight, widened
 from attn_backends.kernels.linear.linear import linear, variant
+from attn_backends.kernels.linear.narrow_linear import product_of_narrow_rows
+from attn_backends.kernels.linear.narrow_rows import NarrowRows
+from attn_backends.kernels.linear.product_kind import ProductKind, product_kind
 from builders.kernels.op import define_op
 
 
@@ -46,6 +49,13 @@ class LinearArguments(NamedTuple):
         return x, Fp8Weight(self.weight, self.scale), self.bias
 
     def launch(self) -> torch.Tensor:
+        x, weight, scale, bias = self
+        if scale is None:
+            return linear(x, weight, bias)
+        if product_kind(x, weight) is ProductKind.NARROW:
+            # What `linear` does, without its cost to the host: an Fp8Weight is a module, and rounding would be an op.
+            out = product_of_narrow_rows(*NarrowRows(x).launch(), weight, scale, x.dtype)
+            return out if bias is None else out + bias
         return linear(*self.operands())
 
     def variant(self) -> Hashable:

@@ -59,10 +59,10 @@ def most_streamed_rows(n: int, k: int, device: torch.device, *, gated: bool) -> 
     return (MAX_NARROW_ROWS if more else STREAMED_ROWS_OF_ANY_WEIGHT) if room.wgmma else 0
 
 
-def multiplies_narrow_rows(x: torch.Tensor, weight: Fp8Weight) -> bool:
-    """Whether `narrow_linear` and `narrow_groups` can multiply the rows of x by this weight."""
-    aligned = all(size % _ALIGNMENT == 0 for size in weight.shape[-2:])
-    return aligned and x.itemsize == 2 and _has_narrow_products(x.device)
+def multiplies_narrow_rows(x: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether `narrow_linear` and `narrow_groups` can multiply the rows of x by an 8-bit weight with these values."""
+    n, k = values.shape[-2:]
+    return not (n % _ALIGNMENT or k % _ALIGNMENT) and x.itemsize == 2 and _has_narrow_products(x.device)
 
 
 @cache
@@ -73,13 +73,19 @@ def _has_narrow_products(device: torch.device) -> bool:
 
 def narrow_linear(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
     """Return x @ weight^T, [M, N] in x's dtype, for 16-bit x [M, K] and weight [N, K], with x rounded to 8 bits."""
-    rows, scale = narrow_rows(x)
+    return product_of_narrow_rows(*narrow_rows(x), weight.values, weight.scale, x.dtype)
+
+
+def product_of_narrow_rows(
+    rows: torch.Tensor, row_scale: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the product of `narrow_rows` by an 8-bit weight [N, K] with these `operands`, [M, N] in this dtype."""
     # Fast sums: with them the error of 8-bit rows is 0.0267 instead of 0.0265, of 14,336 inputs (H200). torch rounds
     # to bf16 only.
     out: torch.Tensor = torch._scaled_mm(
-        rows, weight.values.t(), scale[:, None], weight.scale[None], out_dtype=torch.bfloat16, use_fast_accum=True
+        rows, values.t(), row_scale.unsqueeze(1), scale.unsqueeze(0), out_dtype=torch.bfloat16, use_fast_accum=True
     )
-    return out.to(x.dtype)
+    return out if dtype == torch.bfloat16 else out.to(dtype)
 
 
 def narrow_groups(

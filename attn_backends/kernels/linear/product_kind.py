@@ -7,10 +7,10 @@ from enum import Enum
 import torch
 
 from attn_backends.kernels.linear.batch_invariance import is_batch_invariant
-from attn_backends.kernels.linear.fp8_weight import Fp8Weight, Weight
+from attn_backends.kernels.linear.fp8_weight import DTYPE, Weight
 from attn_backends.kernels.linear.narrow_linear import most_streamed_rows, most_wide_rows, multiplies_narrow_rows
 from attn_backends.kernels.linear.skinny_tiling import most_skinny_rows
-from attn_backends.kernels.linear.streamed_tiling import most_rows
+from attn_backends.kernels.linear.streamed_tiling import MAX_GATED_ROWS, MAX_NARROW_ROWS, most_rows
 from builders.devices import room_of
 
 
@@ -44,6 +44,7 @@ class ProductKind(Enum):
 def product_kind(x: torch.Tensor, weight: Weight, *, gated: bool = False, skinny: bool = True) -> ProductKind:
     """Choose how to multiply rows x [M, K] by weight [N, K]. In a fused layer, x can be a part of the product's input.
 
+    weight  an 8-bit one, or its values alone
     gated   weight [2 N, K] holds gate above up
     skinny  False: the product comes with something that the skinny kernel cannot fuse, such as a bias
 
@@ -51,24 +52,31 @@ def product_kind(x: torch.Tensor, weight: Weight, *, gated: bool = False, skinny
     """
     if is_batch_invariant():
         return ProductKind.BATCH_INVARIANT
-    rows, (n, k) = x.shape[0], weight.shape
-    if isinstance(weight, Fp8Weight):
-        if rows > most_wide_rows(n, x.device) and multiplies_narrow_rows(x, weight):
+    rows, values = x.shape[0], weight if isinstance(weight, torch.Tensor) else weight.values
+    # Many rows first: no graph spares the host the choice, while a GPU may wait for the product.
+    if values.dtype == DTYPE:
+        n, k = values.shape
+        if rows > MAX_NARROW_ROWS and multiplies_narrow_rows(x, values):
+            return ProductKind.NARROW
+        if rows > most_wide_rows(n, x.device) and multiplies_narrow_rows(x, values):
             streams = rows <= most_streamed_rows(n, k, x.device, gated=gated)
             return ProductKind.NARROW_STREAMED if streams else ProductKind.NARROW
         return ProductKind.SKINNY if skinny and 0 < rows <= most_skinny_rows(n, k) else ProductKind.STREAMED
+    if rows > MAX_GATED_ROWS:
+        return ProductKind.TORCH
+    n, k = values.shape
     if (
         x.dim() != 2
         or not rows
-        or x.dtype != weight.dtype
+        or x.dtype != values.dtype
         or x.stride(1) != 1
-        or not weight.is_contiguous()
+        or not values.is_contiguous()
         or not may_launch(x.device)
     ):
         return ProductKind.TORCH
     if skinny and rows <= most_skinny_rows(n, k):
         return ProductKind.SKINNY
-    if weight.itemsize == 2 and rows <= most_rows(n, k, room_of(x.device), gated=gated):
+    if values.itemsize == 2 and rows <= most_rows(n, k, room_of(x.device), gated=gated):
         return ProductKind.STREAMED
     return ProductKind.TORCH
 

@@ -193,7 +193,7 @@ def _biased(rows: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor | None) -
 def _is_narrow(weight: Weight, x: torch.Tensor, rows: torch.Tensor) -> TypeGuard[Fp8Weight]:
     """Whether so many rows, of x, are multiplied by an 8-bit weight that they are rounded to 8 bits too."""
     many = rows.shape[0] > MAX_WIDE_SORTED_ROWS
-    return many and isinstance(weight, Fp8Weight) and multiplies_narrow_rows(x, weight)
+    return many and isinstance(weight, Fp8Weight) and multiplies_narrow_rows(x, weight.values)
 
 
 def _is_grouped_mm(weight: Weight, rows: torch.Tensor) -> TypeGuard[torch.Tensor]:
