@@ -33,7 +33,7 @@ BackendChoice: TypeAlias = (
 )
 """One backend for all of a model's KV groups, a mapping from group name to backend, or a function of the group. A state
 group that no mapping names gets the first backend that supports it."""
-_JOURNAL_STEPS = 2
+JOURNAL_STEPS = 2
 """Steps whose tokens a journal holds. With one, every step writes its checkpoints; more take memory."""
 
 
@@ -190,7 +190,7 @@ def make_groups(
 
 def state_groups_of(model: TargetModel, query_len: int, *, tree: bool = False) -> list[LayerGroup[StateSpec]]:
     """Return the model's state groups for steps of query_len tokens, with tree set in their specs."""
-    groups = model.state_groups(_JOURNAL_STEPS * query_len)
+    groups = model.state_groups(JOURNAL_STEPS * query_len)
     return [replace(group, spec=replace(group.spec, tree=tree)) for group in groups]
 
 

@@ -252,10 +252,13 @@ def test_engines_with_the_same_settings_are_neighbours() -> None:
     arms = [
         *(whole("LLM", **bits), whole("LLM", **eagle), whole("LLM"), whole("vLLM", **eagle, models="draft")),
         *(whole("vLLM", **bits, local_argmax=True), whole("vLLM"), whole("vLLM", **bits), whole("vLLM", **eagle)),
+        whole("vLLM", **eagle, models="draft target", head="fp8"),
     ]
     report = {"env": VLLM_REPORT["env"], "arms": arms}
     assert [line.split(" | ")[:2] for line in vllm_tables.engines(report).splitlines()[4:]] == [
         ["| no draft", "vLLM 0.33.0"], ["| no draft", "`LLM`"], ["| EAGLE", "vLLM 0.33.0"], ["| EAGLE", "`LLM`"],
-        ["| EAGLE", "vLLM 0.33.0, our layers in: draft"], ["| EAGLE, draft in 8 bits", "vLLM 0.33.0"],
+        ["| EAGLE", "vLLM 0.33.0, our layers in draft"],
+        ["| EAGLE", "vLLM 0.33.0, our layers in draft and target, our head in 8 bits"],
+        ["| EAGLE, draft in 8 bits", "vLLM 0.33.0"],
         ["| EAGLE, draft in 8 bits, local argmax", "vLLM 0.33.0"], ["| EAGLE, draft in 8 bits", "`LLM`"],
     ]  # fmt: skip
