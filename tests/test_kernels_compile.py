@@ -21,7 +21,7 @@ KERNELS = {kernel.name for path in module_files().values() for kernel in kernels
 SPILLED_ON_HOPPER = {
     ("attn_backends::latent_attention", False): 256,
     ("attn_backends::sparse_attention", True): 104,
-    ("attn_backends::state_step", False): 8,
+    ("attn_backends::state_step", False): 32,
 }
 """The most bytes of a thread's registers that a kernel of an op, over 8 bits or not, keeps in memory on an H100."""
 SPILLED_BY_PROMPTS = 120
@@ -32,8 +32,8 @@ _OF_CACHES = ("paged_attention", "tree_attention", "write_kv", "rope_and_write_k
 
 SPILLED_ON_BLACKWELL = 8
 """ptxas spills up to two registers of three products there, also of one that uses 56."""
-SPILLED_ELSEWHERE = {"attn_backends::state_step": 48}
-"""What ptxas spills of an op on other chips than Hopper: up to twelve registers of a state, on sm_100."""
+SPILLED_ELSEWHERE = {"attn_backends::state_step": 128}
+"""What ptxas spills of an op on other chips than Hopper: up to 32 registers of a prompt, on sm_120."""
 SPILLED_BY_RELEASE = {
     "3.5": {"attn_backends::latent_attention": 272, "attn_backends::state_step": 32},
     "3.6": {"attn_backends::state_step": 32, "spec_decode::restrict_logits": 8},

@@ -27,10 +27,12 @@ from builders import Recurrence
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
-_BLOCK_T, _PROMPT_BLOCK_T, _BLOCK_K, _BLOCK_V = 16, 32, 16, 32
+_BLOCK_T, _PROMPT_BLOCK_T = 16, 32
 """Tokens of a block, at least, and of a prompt's if no key channel has a decay of its own and a state has at most 128
-rows; rows of a slice of it; and columns per program, which holds its slices in registers. Blocks of 64 tokens would
-need more of them than there are."""
+rows. Blocks of 64 tokens would need more registers than there are."""
+_TILE, _WIDE_TILE = (16, 32), (32, 64)
+"""Rows of a slice of the state, and columns per program, which holds its slices in registers; and those where blocks
+have 32 tokens and 8 warps, half of which would otherwise repeat the work of the others."""
 
 
 def launch_matrix(step: Any, convolved: Convolved, plan: dict[str, Any]) -> torch.Tensor:
@@ -40,7 +42,9 @@ def launch_matrix(step: Any, convolved: Convolved, plan: dict[str, Any]) -> torc
     # A prompt's blocks must not depend on the other prompts of a step.
     prompt_t = _BLOCK_T if rule.decays_by_channel or key_dim > 128 else _PROMPT_BLOCK_T
     block_t = prompt_t if step.absorb else max(_BLOCK_T, next_power_of_2(step.max_query_len))
-    block_v = max(16, min(_BLOCK_V, next_power_of_2(value_dim)))  # tl.dot needs 16
+    wide = block_t == _PROMPT_BLOCK_T and key_dim <= 128 and not rule.decays_by_channel
+    block_k, most_v = _WIDE_TILE if wide else _TILE
+    block_v = max(16, min(most_v, next_power_of_2(value_dim)))  # tl.dot needs 16
     shared: dict[str, Any] = {
         "mixed_ptr": convolved.mixed,
         "decay_ptr": step.decay.contiguous(),
@@ -69,7 +73,7 @@ def launch_matrix(step: Any, convolved: Convolved, plan: dict[str, Any]) -> torc
         replaced_key_ptr=convolved.replaced_key,
         replaced_decays_ptr=convolved.replaced_decays,
         o_ptr=out,
-        BLOCK_K=_BLOCK_K,
+        BLOCK_K=block_k,
         BLOCK_V=block_v,
         BLOCK_J=16,
         num_warps=4 if block_t <= 16 and key_dim <= 128 else 8,

@@ -34,7 +34,7 @@ KINDS: list[dict[str, Any]] = [
     {"reserve": 4, "dims": (24, 40)},
     {"dtype": torch.bfloat16},
     {"dtype": torch.float16, **KDA},
-    {"absorb": True, "times": 26},
+    {"absorb": True, "times": 26, "dims": (40, 72)},
     {"absorb": True, "times": 26, "resets": True},
     {"resets": True, **KDA},
     {"absorb": True, "times": 6, **KDA, "dims": (40, 16)},
