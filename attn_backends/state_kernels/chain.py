@@ -37,8 +37,8 @@ def launch_chain(step: Any, convolved: Convolved, plan: dict[str, Any]) -> torch
     out = stored_as(step.fake())
     _state_chain_kernel[(cdiv(value_dim, block_v), value_heads, len(step.seq_lens))](
         mixed_ptr=convolved.mixed,
-        decay_ptr=step.decay.contiguous(),
-        beta_ptr=step.beta.contiguous(),
+        decay_ptr=step.decay,
+        beta_ptr=step.beta,
         skip_ptr=step.skip,
         state_ptr=step.state,
         key_ptr=step.key,

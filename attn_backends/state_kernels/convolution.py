@@ -38,8 +38,8 @@ class Convolved(NamedTuple):
 
 
 def launch_convolution(step: Any, plan: dict[str, Any]) -> Convolved:
-    """Convolve x [T, C] of a `StateStep`, and write the window and the journal of conv, key and decays; see
-    `plan_arguments`."""
+    """Convolve x [T, C] of a `StateStep` with contiguous decay, and write the window and the journal of conv, key and
+    decays; see `plan_arguments`."""
     x, key, rule = whole_rows(step.x), step.key, Recurrence(step.recurrence).rule
     keys, num_reqs = key.shape[2] * key.shape[3], len(step.seq_lens)
     values = x.shape[1] - 2 * keys
@@ -64,7 +64,7 @@ def launch_convolution(step: Any, plan: dict[str, Any]) -> Convolved:
         conv_ptr=step.conv,
         key_ptr=key,
         replaced_key_ptr=replaced_key,
-        decay_ptr=step.decay.contiguous(),
+        decay_ptr=step.decay,
         decays_ptr=step.decays,
         replaced_decays_ptr=replaced_decays,
         q_scale=key_dim**-0.5,

@@ -42,13 +42,12 @@ def launch_matrix(step: Any, convolved: Convolved, plan: dict[str, Any]) -> torc
     # A prompt's blocks must not depend on the other prompts of a step.
     prompt_t = _BLOCK_T if rule.decays_by_channel or key_dim > 128 else _PROMPT_BLOCK_T
     block_t = prompt_t if step.absorb else max(_BLOCK_T, next_power_of_2(step.max_query_len))
-    wide = block_t == _PROMPT_BLOCK_T and key_dim <= 128 and not rule.decays_by_channel
-    block_k, most_v = _WIDE_TILE if wide else _TILE
+    block_k, most_v = _WIDE_TILE if block_t == prompt_t == _PROMPT_BLOCK_T else _TILE
     block_v = max(16, min(most_v, next_power_of_2(value_dim)))  # tl.dot needs 16
     shared: dict[str, Any] = {
         "mixed_ptr": convolved.mixed,
-        "decay_ptr": step.decay.contiguous(),
-        "beta_ptr": step.beta.contiguous(),
+        "decay_ptr": step.decay,
+        "beta_ptr": step.beta,
         "HEADS": heads,
         "VALUE_HEADS": value_heads,
         "KEY_DIM": key_dim,

@@ -108,11 +108,13 @@ class StateStep(NamedTuple):
 
     def launch(self) -> torch.Tensor:
         plan = plan_arguments(self, self.key.shape[1])
-        convolved = launch_convolution(self, plan)
+        # Several kernels read these.
+        step = self._replace(decay=self.decay.contiguous(), beta=self.beta.contiguous())
+        convolved = launch_convolution(step, plan)
         if not Recurrence(self.recurrence).rule.has_matrix:
             return convolved.mixed.to(self.x.dtype).view(self.fake().shape)
         is_chain = not self.absorb and self.tree_masks is None
-        return (launch_chain if is_chain else launch_matrix)(self, convolved, plan)
+        return (launch_chain if is_chain else launch_matrix)(step, convolved, plan)
 
 
 state_step = define_op("attn_backends::state_step", StateStep, mutates=("state", "conv", "key", "update", "decays"))

@@ -56,7 +56,7 @@ class Layer(NamedTuple):
 
     def convolved(self) -> torch.Tensor:
         """Return [q | k | v] fp32 [R * Q, C] for a peer."""
-        return launch_convolution(self.peers, plan_arguments(self.peers, self.peers.key.shape[1]))[0]
+        return launch_convolution(self.peers, plan_arguments(self.peers, self.peers.key.shape[1])).mixed
 
 
 class TimedStep:
