@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,12 @@ class ContextArm:
         return f"contexts {self.size} {self.target}{version}, {draft}{' compiled' * self.compiled}"
 
 
-def measure(arm: ContextArm) -> dict[str, Any]:
-    """Return a row for each context and number of requests, and how the engine ran."""
+def measure(arm: ContextArm, alone: Callable[[], None]) -> dict[str, Any]:
+    """Return a row for each context and number of requests, and how the engine ran. alone: see vllm_arm.run_arm."""
     began = time.monotonic()
     engine = Theirs(engine_options(arm), fills=True)
     found: dict[str, Any] = {**engine.about, "up_s": round(time.monotonic() - began, 1), "rows": []}
+    alone()
     engine.generate(contexts(arm, min(arm.contexts), max(arm.requests), seed=-1), WARM_UP)
     for context in arm.contexts:
         for requests in arm.requests:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -38,6 +38,8 @@ WARM_UP = 32
 DRAFTS = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "dflash": "DFlash", "mtp": "MTP", "qwen3.5-mtp": "MTP"}
 """Kinds of drafts, in words."""
 PREFILL_REQUESTS, PREFILL_TOKENS = 16, 1000
+MANY = 256
+"""Requests for which vLLM without a draft makes as many graphs as by its default: for up to 512 tokens."""
 MOST_KERNELS = 16
 """Kernels that a profile names: of the prompts, and of whole requests, the fewest and the most."""
 
@@ -116,13 +118,15 @@ class Engine(Protocol):
         """Run one step, and return how many new tokens each request has so far."""
 
 
-def measure(arm: EngineArm) -> dict[str, Any]:
-    """Return a row for each number of requests, the speed of prompts, and how the engine ran."""
+def measure(arm: EngineArm, alone: Callable[[], None]) -> dict[str, Any]:
+    """Return a row for each number of requests, the speed of prompts, and how the engine ran. alone: see
+    vllm_arm.run_arm."""
     began = time.monotonic()
     # vLLM rounds weights as it loads them, so 8-bit ones stay those of its loader of random weights.
     fills = not (arm.weights or arm.draft_weights)
     engine = Ours(arm) if arm.engine == OURS else Theirs(vllm_options(arm), fills=fills, head=arm.head)
     up_s = round(time.monotonic() - began, 1)
+    alone()
     vocab, new_tokens, rows = vllm_arm.SIZES[arm.size][5], vllm_arm.NEW_TOKENS, []
     for requests in arm.requests:
         prompts = token_prompts(requests, vocab)
@@ -300,6 +304,8 @@ def vllm_options(arm: EngineArm) -> dict[str, Any]:
     )
     # The draft's attention is the target's.
     options = vllm_arm.engine_options(replace(same, draft=same.target if arm.steps else ""))
+    if not arm.steps:
+        options["max_num_seqs"] = MANY
     options |= _given(quantization=arm.quantization("target"))
     if arm.steps:
         options["speculative_config"] |= _given(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -76,9 +76,9 @@ class TrainedArm:
         return f"trained {Path(self.target).name} {self.backend}{reads}"
 
 
-def measure(arm: TrainedArm) -> dict[str, Any]:
+def measure(arm: TrainedArm, alone: Callable[[], None]) -> dict[str, Any]:
     """Return a row for each temperature: how many tokens each round of each text brought, the drafts kept, and of
-    greedy texts their tokens and how sure the target is of each."""
+    greedy texts their tokens and how sure the target is of each. Nothing is timed, so other arms may run beside it."""
     os.environ.update({**vllm_arm.ENVIRONMENT, vllm_arm.VALIDATE: "1", DRAFT_HEAD: arm.head})
     import vllm
 

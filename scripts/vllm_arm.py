@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attn_backends.engines.vllm import VALIDATE
+from scripts.gpu_turns import GpuTurn
 from spec_decode.files import write_whole
 
 T = TypeVar("T")
@@ -236,8 +237,8 @@ def prompts(count: int, vocab: int) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": [chance.randrange(3, vocab) for _ in range(length)]} for length in lengths]
 
 
-def measure(arm: Arm) -> dict[str, Any]:
-    """Return a row for each number of requests, and how the engine ran."""
+def measure(arm: Arm, alone: Callable[[], None]) -> dict[str, Any]:
+    """Return a row for each number of requests, and how the engine ran. alone: see run_arm."""
     os.environ.update(ENVIRONMENT | {VALIDATE: str(int(arm.watched))})
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     import torch
@@ -251,6 +252,8 @@ def measure(arm: Arm) -> dict[str, Any]:
         "vllm": vllm.__version__, "up_s": round(time.monotonic() - began, 1),
         "graph_mode": str(config.compilation_config.cudagraph_mode), "rows": [],
     }  # fmt: skip
+    if arm.is_timed:
+        alone()
     greedy = vllm.SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
 
     def generate(count: int, *, count_waits: bool = False) -> Run:
@@ -319,10 +322,12 @@ def _quantiles_us(seconds: list[float]) -> Any:
     return quantiles([1e6 * each for each in seconds[len(seconds) // 4 :]])
 
 
-def run_arm(kind: Callable[..., T], measure: Callable[[T], dict[str, Any]]) -> None:
-    """Measure the arm of the command line, and write what was found to its file; then end the process."""
+def run_arm(kind: Callable[..., T], measure: Callable[[T, Callable[[], None]], dict[str, Any]]) -> None:
+    """Measure the arm of the command line, and write what was found to its file; then end the process. `measure` gets
+    the arm, and what waits until it has its GPUs alone."""
+    turn = GpuTurn.of_process()
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in json.loads(sys.argv[1]).items()}
-    Path(sys.argv[2]).write_text(json.dumps(measure(kind(**given))))
+    Path(sys.argv[2]).write_text(json.dumps(measure(kind(**given), turn.alone)))
     # Do not wait for the engine's threads.
     sys.stdout.flush()
     os._exit(0)

@@ -12,10 +12,11 @@ the target's backend. How far two of vLLM's own backends differ there is the eff
 arms run over both, with tensor parallelism. Timed Llamas and Qwen3s on one GPU are compiled, as vLLM does by default,
 with piecewise graphs where full ones are impossible; other arms have full graphs or none, which starts an engine
 sooner. Every arm is a process that runs each batch once before timing it, with exclusive use of its GPUs and their
-share of the cores; exact arms share both. Each arm's result is kept in a folder, with its log: it is reused while the
-code the report covers, the measuring code, the GPU and the versions are unchanged. With --minutes, arms that are not
-finished in time are skipped, the last first, and what is kept is reported; you can move the folder to another machine
-in between.
+share of the cores; exact arms share both. With --together, several engines start at once on a GPU, whose memory must
+have room for all; each is timed alone, while the others wait. Each arm's result is kept in a folder, with its log: it
+is reused while the code the report covers, the measuring code, the GPU and the versions are unchanged. With --minutes,
+arms that are not finished in time are skipped, the last first, and what is kept is reported; you can move the folder to
+another machine in between.
 
 Fails if one of our drafts is not fused, plans a batch of decodes on the host, waits for the device, changes the
 engine's graph mode, or drafts different tokens more often than vLLM's own backends do among themselves, or if a watched
@@ -234,11 +235,12 @@ def run(
 
 
 def run_all(
-    selected: Sequence[AnyArm], gpus: Sequence[int], kept: Kept, *, seconds: float | None = None
+    selected: Sequence[AnyArm], gpus: Sequence[int], kept: Kept, *, seconds: float | None = None, together: int = 1
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the arms' results, and the names of those that were not finished within `seconds`.
 
-    A timed arm has exclusive use of its GPUs; exact ones share them.
+    A timed arm has exclusive use of its GPUs while it is timed, and up to `together` start at once; exact ones share
+    them.
     """
     ends = None if seconds is None else time.monotonic() + seconds
     skipped: list[str] = []
@@ -254,10 +256,10 @@ def run_all(
         return found
 
     found: list[dict[str, Any] | None] = []
-    for (wanted, is_timed), together in groupby(selected, key=lambda arm: (arm.num_gpus, arm.is_timed)):
+    for (wanted, is_timed), group in groupby(selected, key=lambda arm: (arm.num_gpus, arm.is_timed)):
         places = [gpus[at : at + wanted] for at in range(0, len(gpus) - wanted + 1, wanted)]
-        places *= 1 if is_timed else EXACT_ARMS
-        found += share(places, together, run_on)
+        places *= together if is_timed else EXACT_ARMS
+        found += share(places, group, run_on)
     return [each for each in found if each is not None], skipped
 
 
@@ -384,10 +386,13 @@ def main() -> None:
     kinds.add_argument("--trained", action="store_true", help="serve SmolLM2 in vLLM on each backend")
     parser.add_argument("--only", action="append", help="pattern of arm names; all by default")
     parser.add_argument("--kept", type=Path, default=ROOT / "build/vllm", help="cache folder")
+    parser.add_argument("--together", type=int, default=1, help="engines that start at once on a GPU; 1 by default")
     parser.add_argument("--minutes", type=float, help="time limit; none by default")
     flags = parser.parse_args()
     if flags.minutes is not None and not flags.minutes > 0:
         parser.error(f"--minutes must be above 0, got {flags.minutes:g}.")
+    if flags.together < 1:
+        parser.error(f"--together must be at least 1, got {flags.together}.")
     gpus = list(range(torch.cuda.device_count()))
     if not gpus:
         parser.error("vLLM's figures need a CUDA device, but none was found. Run this on a machine with one.")
@@ -398,7 +403,8 @@ def main() -> None:
     env = msgspec.to_builtins(environment(device))
     of = {name: env[name] for name in MACHINE} | {"sources": SourceRecord.of({"": roots}).modules}
     selected = [arm for arm in every if arm.name in only]
-    found, skipped = run_all(selected, gpus, Kept(flags.kept, of), seconds=flags.minutes and flags.minutes * 60)
+    seconds = flags.minutes and flags.minutes * 60
+    found, skipped = run_all(selected, gpus, Kept(flags.kept, of), seconds=seconds, together=flags.together)
     compared = study.compare(found)
     messages = study.judge(found, compared)
     for each in found:

@@ -46,7 +46,7 @@ def test_each_context_is_cached_before_decoding_is_timed(monkeypatch: pytest.Mon
     engines: list[Timed] = []
     monkeypatch.setattr(context_arm, "Theirs", lambda *args, **more: engines.append(Timed(*args, **more)) or engines[0])
     monkeypatch.setattr(context_arm.time, "perf_counter", lambda: engines[0].seconds)
-    found = context_arm.measure(replace(DRAFTED, requests=(1, 4)))
+    found = context_arm.measure(replace(DRAFTED, requests=(1, 4)), lambda: None)
     assert [(row["context"], row["requests"]) for row in found["rows"]] == [(64, 1), (64, 4), (900, 1), (900, 4)]
     assert [row.get("tokens_per_s") for row in found["rows"]] == [[64.0] * 2, [256.0] * 2, [64.0] * 2, None]
     assert [row.get("prompt_tokens_per_s") for row in found["rows"]] == [1000.0, 1000.0, 1000.0, None]
@@ -58,11 +58,11 @@ def test_more_tokens_than_are_timed_are_left_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(context_arm, "MOST_TOKENS", 899)
     monkeypatch.setattr(context_arm, "Theirs", Timed)
     monkeypatch.setattr(context_arm, "_speeds", lambda engine, prompts: {})
-    found = context_arm.measure(replace(DRAFTED, requests=(1, 4)))
+    found = context_arm.measure(replace(DRAFTED, requests=(1, 4)), lambda: None)
     reasons = [row.get("left_out") for row in found["rows"]]
     assert reasons[:2] == [None, None] and reasons[2] == "900 tokens of context; at most 899 are timed"
     monkeypatch.setattr(context_arm, "MOST_TOKENS", 900)
-    found = context_arm.measure(replace(DRAFTED, requests=(1, 4)))
+    found = context_arm.measure(replace(DRAFTED, requests=(1, 4)), lambda: None)
     assert [bool(row.get("left_out")) for row in found["rows"]] == [False, False, False, True]
 
 

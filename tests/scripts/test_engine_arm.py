@@ -42,7 +42,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["plain", "drafted", "hybrid"],
 )
 def test_our_arm_runs_llm_of_folder(drafted: dict[str, Any], tiny: None) -> None:
-    found = engine_arm.measure(EngineArm(engine=OURS, requests=(1, 2), **drafted))
+    found = engine_arm.measure(EngineArm(engine=OURS, requests=(1, 2), **drafted), lambda: None)
     assert [row["requests"] for row in found["rows"]] == [1, 2]
     speeds = [row[kind] for row in found["rows"] for kind in ("tokens_per_s", "decode_tokens_per_s")]
     assert all(len(runs) == 2 and min(runs) > 0 for runs in [*speeds, found["prefill"]["tokens_per_s"]])
@@ -85,6 +85,7 @@ def test_settings_of_an_arm_reach_both_engines(tiny: None, tmp_path: Path) -> No
         assert ("quantization" in draft) is (arm.kind != "mtp" and (arm.draft_weights or "draft" in arm.models))
     plain = engine_arm.vllm_options(EngineArm(engine=VLLM))
     assert not {"quantization", "speculative_config"} & plain.keys()
+    assert 2 * plain["max_num_seqs"] >= 512, "graphs as by its default"
 
 
 def test_each_of_our_arms_has_one_of_vllm() -> None:
@@ -145,7 +146,7 @@ def test_problem_of_engine_is_reported(change: dict[str, Any], says: list[str]) 
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_vllm_is_stepped_and_filled(weights: bool, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled: list[str] = []
+    done: list[str] = []
 
     class Core:
         vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode="FULL"))
@@ -172,15 +173,18 @@ def test_vllm_is_stepped_and_filled(weights: bool, tiny: None, monkeypatch: pyte
             self.llm_engine = Core()
 
         def generate(self, prompts: Sequence[Any], params: Any, *, use_tqdm: bool) -> None:
+            done.append("generate")
             self.llm_engine.running.clear()
 
         def collective_rpc(self, name: str, args: tuple[int, ...]) -> None:
-            filled.append(name)
+            done.append(name)
 
     install_module(monkeypatch, "vllm", LLM=Theirs, SamplingParams=SimpleNamespace, __version__="0.33.0")
     monkeypatch.setattr(engine_arm.os, "environ", {})
     monkeypatch.setattr(vllm_arm, "REPEATS", 1)
-    found = engine_arm.measure(EngineArm(engine=PLUGGED, requests=(2,), weights=weights, head="fp8"))
+    arm = EngineArm(engine=PLUGGED, requests=(2,), weights=weights, head="fp8")
+    found = engine_arm.measure(arm, lambda: done.append("alone"))
     assert engine_arm.os.environ[engine_arm.DRAFT_HEAD] == "fp8"
-    assert filled == [] if weights else filled == ["fill_weights"]
+    assert done[: done.index("generate")] == [*([] if weights else ["fill_weights"]), "alone"]
+    assert "alone" not in done[done.index("generate") :]
     assert (found["vllm"], found["graph_mode"], len(found["rows"])) == ("0.33.0", "FULL", 1)

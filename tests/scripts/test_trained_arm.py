@@ -340,7 +340,7 @@ def test_rounds_texts_and_margins_are_recorded(monkeypatch: pytest.MonkeyPatch) 
 
     install_module(monkeypatch, "vllm", LLM=Llm, SamplingParams=SimpleNamespace, __version__="0.33.0")
     monkeypatch.setattr(trained_arm.os, "environ", {})
-    greedy, drawn = trained_arm.measure(TrainedArm(backend=OURS))["rows"]
+    greedy, drawn = trained_arm.measure(TrainedArm(backend=OURS), lambda: None)["rows"]
     assert (greedy["temperature"], drawn["temperature"]) == (0.0, 1.0)
     drawn_texts = SEEDS[1.0] * len(QUESTIONS)
     for row, requests in ((greedy, len(QUESTIONS)), (drawn, drawn_texts)):

@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from scripts import vllm_worker
+from scripts import vllm_figures, vllm_worker
 from scripts.on_gpus import cores_of
 from scripts.vllm_arm import (
     DENSE_LAYERS,
@@ -32,6 +32,7 @@ from scripts.vllm_arm import (
 from scripts.vllm_figures import (
     BASE,
     CONTROL,
+    EXACT_ARMS,
     GROUPED,
     LATENT,
     OURS,
@@ -320,6 +321,14 @@ def test_arms_run_on_their_gpus_cores(tmp_path, monkeypatch):
     assert len(found) == 2 and all(each["cores"] in [cores_of([gpu], [0, 1]) for gpu in (0, 1)] for each in found)
 
 
+@pytest.mark.parametrize(("kept", "places"), [(1.8, [[0], [1]] * 2), (0.0, [[0], [1]] * EXACT_ARMS)])
+def test_timed_engines_start_together_if_asked(kept, places, tmp_path, monkeypatch):
+    shared = []
+    monkeypatch.setattr(vllm_figures, "share", lambda places, group, work: shared.append(places) or [])
+    run_all([Arm(BASE, 3, "small", kept)], [0, 1], Kept(tmp_path, {}), together=2)
+    assert shared == [places]
+
+
 def test_arm_over_time_is_killed_and_not_kept(tmp_path, monkeypatch):
     sleeps = tmp_path / "sleeps"
     sleeps.write_text("#!/bin/sh\nsleep 1000\n")
@@ -329,11 +338,12 @@ def test_arm_over_time_is_killed_and_not_kept(tmp_path, monkeypatch):
     assert run(Arm(BASE, 3), [0], kept, 0.1, among=[0]) is None and kept.load(Arm(BASE, 3)) is None
 
 
-def test_zero_minutes_is_rejected(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["vllm_figures.py", "--json", "FILE", "--minutes", "0"])
+@pytest.mark.parametrize(("flag", "says"), [("--minutes", "above 0, got 0."), ("--together", "at least 1, got 0.")])
+def test_zero_is_rejected(flag, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["vllm_figures.py", "--json", "FILE", flag, "0"])
     with pytest.raises(SystemExit):
         main()
-    assert "--minutes must be above 0, got 0." in capsys.readouterr().err
+    assert f"{flag} must be {says}" in capsys.readouterr().err
 
 
 def test_pattern_matching_no_arm_writes_no_report(tmp_path, monkeypatch, capsys):
