@@ -13,6 +13,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+
 from scripts import vllm_arm
 from scripts.engine_arm import WARM_UP, Theirs, decoding_speed
 
@@ -23,6 +25,8 @@ REQUESTS = (1, 8)
 MOST_TOKENS = 1 << 18
 """Contexts of all requests together: 8 of the longest fit no H100, and their prompts take minutes."""
 NEW_TOKENS, REPEATS = 256, 2
+SPARE = 128
+"""Tokens for each request that fill no page."""
 FLASH_ATTN, TRITON, FLASHINFER = "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"
 OURS = ("FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED")
 
@@ -114,18 +118,26 @@ def engine_options(arm: ContextArm) -> dict[str, Any]:
     options = vllm_arm.engine_options(same, positions)
     # vLLM reads attention_config before it loads plug-ins, and attention_backend after.
     attention = {"flash_attn_version": arm.version} if arm.version else {}
-    # All of the GPU's memory, for 8 long contexts.
-    del options["kv_cache_memory_bytes"]
     options |= {
-        "max_model_len": positions, "max_num_seqs": max(arm.requests), "gpu_memory_utilization": 0.88,
+        "max_model_len": positions, "max_num_seqs": max(arm.requests), "kv_cache_memory_bytes": cache_bytes(arm),
         "enable_prefix_caching": True, "attention_backend": arm.target, "attention_config": attention,
     }  # fmt: skip
     return options
 
 
+def cache_bytes(arm: ContextArm) -> int:
+    """Return the bytes of a cache for the largest batch that is timed, and for a prefix that another one leaves."""
+    _, _, _, kv_heads, head_dim, _, layers = vllm_arm.SIZES[arm.size]
+    if arm.draft:
+        layers += vllm_arm.BLOCK_LAYERS if arm.kind.startswith("dflash") else 1
+    contexts = [size for each in arm.contexts for many in arm.requests if (size := each * many) <= MOST_TOKENS]
+    tokens = max(contexts) + max(arm.requests) * (NEW_TOKENS + 2 * (1 + arm.steps) + SPARE)
+    return tokens * layers * kv_heads * head_dim * 2 * torch.bfloat16.itemsize
+
+
 def context_arms() -> list[ContextArm]:
     """Return the arms, the most telling first. Every target also runs without a draft, and FlashAttention's draft alone
-    moves to each of our names."""
+    moves to each of our names. DFlash and other head dims are timed with one request."""
     eagle: dict[str, Any] = {"steps": 7, "kept": 3.2}
     dflash: dict[str, Any] = {"steps": 15, "kept": 5.0, "kind": "dflash", "size": "qwen3-8b"}
     old, new = ContextArm(target=FLASH_ATTN, version=FA2), ContextArm(target=FLASH_ATTN)
@@ -138,8 +150,10 @@ def context_arms() -> list[ContextArm]:
 
     arms = [drafted(old, **eagle), old, *(drafted(arm, **eagle) for arm in (*ours, triton, new, flashinfer))]
     arms += [drafted(arm, name, **eagle) for arm in (old, new) for name in OURS]
-    arms += [drafted(arm, **dflash) for arm in (old, *ours, triton, new)]
-    arms += [drafted(arm, **eagle, size=size) for size in ("llama-1b", "dim-256") for arm in (old, *ours, triton, new)]
+    one: dict[str, Any] = {"requests": (1,)}
+    arms += [drafted(arm, **dflash, **one) for arm in (old, *ours, triton, new)]
+    sizes = ("llama-1b", "dim-256")
+    arms += [drafted(arm, **eagle, **one, size=size) for size in sizes for arm in (old, *ours, triton, new)]
     return [*arms, *plain[1:]]
 
 

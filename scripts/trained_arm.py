@@ -147,7 +147,7 @@ def engine_options(arm: TrainedArm) -> dict[str, Any]:
         "model": str(root / arm.target), "dtype": "bfloat16", "seed": 0, "max_model_len": 1024,
         "max_num_seqs": len(QUESTIONS), "enable_prefix_caching": False, "disable_log_stats": False,
         # A fixed size spares vLLM a profile of its graphs, which other arms on the GPU would disturb.
-        "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 4 << 30,
+        "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 4 << 30,
         "enable_flashinfer_autotune": False, "attention_backend": arm.backend,
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         "speculative_config": {

@@ -94,6 +94,9 @@ WATCHED_REPEATS, WATCHED_MOST = 8, 64
 """Runs with comparisons, alternating with as many without, since a cost of 2 % is less than engines differ by. And the
 maximum, if those compared nothing: the first comparison compiles kernels, and the next comes long after it."""
 SEED = 20
+SHARE = 0.15
+"""Of a GPU's memory that must be free when vLLM starts. Beside other engines, more is not, and every arm states how
+large its cache is."""
 # Keep NVLink multicast off: where it does not work, vLLM's collectives hang.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_PLUGINS": "attn_backends",
@@ -207,7 +210,7 @@ def engine_options(arm: Arm, positions: int = 8192) -> dict[str, Any]:
     options = {
         "model": model_folder(arm.size, positions=positions), "load_format": "dummy", "skip_tokenizer_init": True,
         "max_model_len": 4096, "max_num_seqs": max(REQUESTS), "max_num_batched_tokens": 8192, "dtype": "bfloat16",
-        "seed": 0, "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 8 << 30, "enable_prefix_caching": False,
+        "seed": 0, "gpu_memory_utilization": SHARE, "kv_cache_memory_bytes": 8 << 30, "enable_prefix_caching": False,
         "tensor_parallel_size": arm.num_gpus, "disable_custom_all_reduce": True, "enable_flashinfer_autotune": False,
         "worker_extension_cls": "scripts.vllm_worker.MeasuredWorker",
         "attention_config": {"backend": arm.target},

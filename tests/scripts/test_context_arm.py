@@ -23,7 +23,7 @@ class Timed:
     cached_tokens = 2400
 
     def __init__(self, options: dict[str, Any], *, fills: bool) -> None:
-        assert fills and options["enable_prefix_caching"] and "kv_cache_memory_bytes" not in options
+        assert fills and options["enable_prefix_caching"]
         self.about: dict[str, Any] = {"vllm": "0.33.0"}
         self.generated: list[tuple[int, int]] = []
         self.seconds, self.counts = 0.0, list[int]()
@@ -84,6 +84,17 @@ def test_settings_of_an_arm_reach_vllm() -> None:
     ]
     assert set(positions) == {options["max_model_len"]}
     assert context_arm.engine_options(ContextArm(target="TRITON_ATTN"))["attention_config"] == {}
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("", 36), ("eagle", 37), ("dflash", 41)])
+def test_cache_has_room_for_largest_batch(kind: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    arm = ContextArm(target="FLASH_ATTN", size="qwen3-8b", contexts=(64, 900), requests=(1, 4))
+    arm = replace(arm, draft="FLASH_ATTN", kind=kind, steps=7) if kind else arm
+    token = layers * 2 * 8 * 128 * 2
+    room, spare = context_arm.cache_bytes(arm) // token, 4 * (context_arm.NEW_TOKENS + 2 * (1 + arm.steps) + 128)
+    assert room == 4 * 900 + spare and context_arm.engine_options(arm)["kv_cache_memory_bytes"] == room * token
+    monkeypatch.setattr(context_arm, "MOST_TOKENS", 1000)
+    assert context_arm.cache_bytes(arm) // token == 900 + spare, "the other rows are left out"
 
 
 def test_arms_cover_every_backend_at_every_head_dim() -> None:
