@@ -15,10 +15,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts import context_tables, strategy_times, vllm_tables
+from scripts import context_tables, engine_tables, strategy_times, vllm_tables
 from scripts.engine_arm import DRAFTS
 from scripts.engine_arm import OURS as LLM_ENGINE
-from scripts.engine_arm import VLLM as VLLM_ENGINE
 from scripts.line_plot import Line, line_plot
 from scripts.markdown_table import markdown_table
 from scripts.on_gpus import card
@@ -36,6 +35,7 @@ CONTEXT_PAGE, CONTEXT_PLOT = (
     Path("docs/engines/long-contexts.md"),
     Path("docs/drawings/tokens-per-second-over-context.svg"),
 )
+STATE_PAGE = Path("docs/reference/recurrent-state.md")
 STRATEGIES, LLM_PAGE, ENGINE = (Path(f"docs/guide/{page}.md") for page in ("strategies", "llm", "engine"))
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, LATENTS, PAIR = "h100/vllm.json", "h100/vllm-latents.json", "h100/vllm-pair.json"
@@ -46,8 +46,8 @@ ENGINES = "h200/engines*.json"
 """Reports of vLLM beside `LLM`. The newest one that has both engines with some settings is shown."""
 ON_CPU = "cpu/bench-cpu.json"
 """Report of SmolLM2 on a CPU."""
-ROUNDS, TREES = "h100/bench-drafter.json", "h200/bench-trees.json"
-"""Reports of draft rounds, and of trees of a block."""
+ROUNDS, TREES, STATES = "h100/bench-drafter.json", "h200/bench-trees.json", "h200/bench-recurrent-state.json"
+"""Reports of draft rounds, of trees of a block, and of steps of recurrent states."""
 COMPILED = tuple(
     f"h100/bench-{draft}-compiled.json"
     for draft in (
@@ -62,21 +62,6 @@ DRAFT_TOKENS = 7
 """Draft tokens per round in the figures of GPU and host time."""
 SIZES = (1, 32)
 """Concurrent requests shown in the table."""
-COMPARED = {
-    "an 8B Llama without a draft": {"steps": 0, "weights": False},
-    "an 8B Llama with EAGLE": {"steps": DRAFT_TOKENS, "weights": False, "draft_weights": False},
-    "an 8B Llama with EAGLE, whose weights have 8 bits": {
-        "steps": DRAFT_TOKENS,
-        "weights": False,
-        "draft_weights": True,
-    },
-    "an 8B Llama with EAGLE, all weights in 8 bits": {"steps": DRAFT_TOKENS, "weights": True, "draft_weights": True},
-    "an 8B Llama without a draft, weights in 8 bits": {"steps": 0, "weights": True},
-    "four layers of Qwen3.5 with MTP": {"steps": 3, "weights": False, "draft_weights": False, "size": "qwen3.5"},
-}
-"""Settings of whole engines that are compared, of a Llama unless they say so, by how the table names them."""
-WITH_PROMPTS = frozenset({"an 8B Llama with EAGLE", "an 8B Llama with EAGLE, all weights in 8 bits"})
-"""Those whose prompts have a row."""
 OWN_TOKENS = ("graph.planned_steps_have_their_tokens", "base-round")
 """The check and case that show whether a draft step attends to the tokens drafted earlier in its round."""
 NO_DRAFT, THEIRS, OURS, IN_PLACE = "", REBUILT, GROUPED.ours[0], BASE
@@ -123,9 +108,11 @@ def contents(root: Path) -> dict[Path, str]:
             "cpu times": strategy_times.cpu_table(_load(root, ON_CPU)),
         },
         ENGINE: {"block trees": strategy_times.tree_table(_load(root, TREES))},
+        STATE_PAGE: {"state times": strategy_times.state_table(_load(root, STATES))},
         VLLM_PAGE: {
             "cost of a draft": context_tables.cost(contexts),
             "vllm ratios": vllm_tables.ratios(on_one_gpu),
+            "our layers": engine_tables.our_layers(engines),
             "vllm draft times": vllm_tables.draft_times(on_one_gpu),
             "vllm on two GPUs": vllm_tables.scaling(pair),
             "vllm validated": vllm_tables.validated(vllm),
@@ -140,7 +127,7 @@ def contents(root: Path) -> dict[Path, str]:
         },
         VLLM_FIGURES: {
             "work of the readme": work(vllm, engines),
-            "whole engines": "\n\n".join(map(vllm_tables.engines, engines)),
+            "whole engines": "\n\n".join(map(engine_tables.figures, engines)),
             "vllm figures": "\n\n".join(
                 vllm_tables.figures(report, name) for report, name in ((vllm, VLLM), (latents, LATENTS), (pair, PAIR))
             ),
@@ -244,7 +231,7 @@ def speeds(root: Path) -> str:
     eager, graph = (timed[strategy, 1]["host_us"][1] / 1e3 for strategy in ("eager", "full_loop"))
     sizes = " / ".join(map(str, SIZES))
     rows = [
-        *engine_rows(root),
+        *engine_tables.readme_rows(engine_reports(root)),
         [
             f"GPU time to draft tokens 2 to {DRAFT_TOKENS}, {sizes} requests",
             f"{_ms(torchs)} ms (`torch.compile`, max-autotune)",
@@ -261,43 +248,10 @@ def speeds(root: Path) -> str:
     return markdown_table(["measured", "baseline", "this library", "device, date, command"], rows)
 
 
-def engine_rows(root: Path) -> list[list[str]]:
-    """Build the rows of whole engines: `LLM` of a folder with vLLM as its baseline."""
-    sizes, reports, rows = " / ".join(map(str, SIZES)), engine_reports(root), []
-    for label, settings in COMPARED.items():
-        found = [(each, *_alike(each, settings)) for each in reports]
-        both_engines = [(report, theirs, ours) for report, theirs, ours in found if theirs and ours]
-        if not both_engines:
-            continue
-        report, theirs, ours = both_engines[0]
-        vllm, source = f"vLLM {theirs[0]['vllm']}", _source(report, "scripts/vllm_figures.py --engines")
-        both = [f"{_pair(_fastest(theirs))} ({vllm})", f"{_pair(_fastest(ours))} (`LLM`)"]
-        rows.append([f"Tokens/s of {label}, {sizes} requests", *both, source])
-        if label in WITH_PROMPTS:
-            prompts = [median(each["prefill"]["tokens_per_s"]) for each in (theirs[0], ours[0])]
-            name = f"Prompt tokens/s of {label}, {ours[0]['prefill']['requests']} prompts of 1,000 tokens"
-            rows.append([name, f"{prompts[0]:,.0f} ({vllm})", f"{prompts[1]:,.0f} (`LLM`)", source])
-    return rows
-
-
 def engine_reports(root: Path) -> list[dict[str, Any]]:
     """Return the reports of whole engines, newest first."""
     found = [read_json(path) for path in (root / "reports").glob(ENGINES)]
     return sorted(found, key=lambda report: str(report["env"]["date"]), reverse=True)
-
-
-def _alike(report: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Return vLLM's arms and ours with these settings, of a Llama by default."""
-    wanted = ({"size": EAGLE[1]} | dict(settings)).items()
-    alike = [each for each in report["arms"] if each["rows"] and wanted <= ({"size": EAGLE[1]} | each["arm"]).items()]
-    theirs, ours = ([each for each in alike if each["arm"]["engine"] == name] for name in (VLLM_ENGINE, LLM_ENGINE))
-    return theirs, ours
-
-
-def _fastest(arms: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Return by requests the speed of the fastest of several arms: vLLM's further options help at some sizes only."""
-    rows = [row for arm in arms for row in arm["rows"]]
-    return {size: max(median(row["tokens_per_s"]) for row in rows if row["requests"] == size) for size in SIZES}
 
 
 def work(vllm: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) -> str:

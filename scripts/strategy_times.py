@@ -1,4 +1,4 @@
-"""Build tables of times for the guide's pages: strategies, fp8 weights, trees, and SmolLM2 on a CPU."""
+"""Build tables of times for the pages: strategies, fp8 weights, trees, recurrent states, and SmolLM2 on a CPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from scripts.markdown_table import markdown_table
 
 _CASE, _BACKEND, _K = "llama3-8b-eagle/round", "triton_paged", 7
+_STATES = "triton_state"
 _SIZES, _FP8_SIZES = (1, 32), (1, 4, 16, 32)
 
 
@@ -85,6 +86,30 @@ def cpu_table(report: dict[str, Any]) -> str:
     return (
         f"SmolLM2-135M in fp32, {env['device']}, {env['date'][:10]}, `attn-backends bench cpu`. Times are medians.\n\n"
         f"{markdown_table(['', *columns], rows, list(columns))}"
+    )
+
+
+def state_table(report: dict[str, Any]) -> str:
+    """Build the table of a step of recurrent states beside kernels that write 1 + K states, in microseconds. Raises
+    ValueError if the report has no such step."""
+    timed: dict[tuple[str, int, int], dict[str, float]] = {}
+    for row in report["rows"]:
+        key = (row["spec"].partition(",")[0], row["num_speculative_tokens"], row["num_reqs"])
+        timed.setdefault(key, {})[row["backend"]] = row["gpu_us"][1]
+    rows = []
+    for (recurrence, drafted, requests), found in sorted(timed.items()):
+        columns = [us for name, us in found.items() if name.startswith("columns")]
+        if _STATES in found and columns:
+            times = [found[_STATES], min(columns), *(found[name] for name in ("vllm",) if name in found)]
+            cells = [f"{us:,.1f}" for us in times] + ["–"] * (3 - len(times))
+            rows.append([f"`{recurrence}`", str(drafted), str(requests), *cells, f"{min(times[1:]) / times[0]:.2f}"])
+    if not rows:
+        raise ValueError("the report has no step of states with its peers: nothing to show on their page")
+    env, numbers = report["env"], ["K", "requests", f"`{_STATES}`", "1 + K states", "vLLM's kernel", "times as fast"]
+    return (
+        f"Microseconds of a layer's step, {env['device']}, {env['date'][:10]}, `attn-backends bench recurrent-state`. "
+        "The last column divides the faster of the two others by ours.\n\n"
+        f"{markdown_table(['recurrence', *numbers], rows, numbers)}"
     )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import hypot, sqrt
 from statistics import fmean, median, stdev
 from typing import Any
 
-from scripts.engine_arm import DRAFTS
 from scripts.markdown_table import markdown_table
 from scripts.on_gpus import card
 from scripts.vllm_figures import BASE, LATENT, OURS, REBUILT, names
@@ -53,51 +52,6 @@ _Compare = Callable[[list[float], list[float]], str]
 def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
     """Return the ratios of output tokens per second, ours to vLLM's."""
     return _pairs(reports, num_gpus, _speeds, ratio)
-
-
-_OTHER_MODELS = {
-    "qwen3.5": ", four layers of Qwen3.5",
-    "qwen3-8b": ", 8B Qwen3",
-    "deepseek-v3-shard": ", one GPU's eighth of four layers of DeepSeek-V3",
-}
-"""Models of whole engines that are not the 8B Llama, by size."""
-
-
-def engines(report: dict[str, Any]) -> str:
-    """Build a table of whole engines, vLLM and `LLM`, by their settings. The first number of a cell is of whole
-    requests, the second of decoding alone."""
-    sizes = [row["requests"] for row in report["arms"][0]["rows"]]
-    rows = []
-    for found in sorted(report["arms"], key=_by_settings):
-        arm, speeds = found["arm"], {row["requests"]: row for row in found["rows"]}
-        model = DRAFTS[arm.get("kind", "eagle")] if arm["steps"] else "no draft"
-        model += _OTHER_MODELS.get(arm.get("size", ""), "")
-        options = {"draft in 8 bits": "draft_weights", "target in 8 bits": "weights", "local argmax": "local_argmax"}
-        settings = ", ".join([model, *(name for name, field in options.items() if arm[field])])
-        each = [
-            " / ".join(f"{median(speeds[size][kind]):,.0f}" for kind in ("tokens_per_s", "decode_tokens_per_s"))
-            for size in sizes
-        ]
-        engine = f"vLLM {found['vllm']}" if "vllm" in found else "`LLM`"
-        engine += "".join(f", {part}" for part in _our_parts(arm))
-        rows.append([settings, engine, *each, f"{median(found['prefill']['tokens_per_s']):,.0f}"])
-    numbers = [*(f"{size} req." for size in sizes), "prompts"]
-    return f"{source(report)}.\n\n{markdown_table(['settings', 'engine', *numbers], rows, numbers)}"
-
-
-def _our_parts(arm: Mapping[str, Any]) -> Iterator[str]:
-    """Say what vLLM runs of ours in an arm of whole engines."""
-    if models := arm.get("models", "").split():
-        yield f"our layers in {' and '.join(models)}"
-    if head := arm.get("head"):
-        yield f"our head in {'8' if head == 'fp8' else head} bits"
-
-
-def _by_settings(found: dict[str, Any]) -> tuple[Any, ...]:
-    """Sort engines with the same settings together, vLLM first."""
-    arm = found["arm"]
-    model = (arm.get("size", ""), bool(arm["steps"]), arm["weights"], arm["draft_weights"])
-    return (*model, bool(arm.get("models") or arm.get("head")), "vllm" not in found, arm["local_argmax"])
 
 
 def draft_times(reports: Sequence[dict[str, Any]]) -> str:

@@ -190,13 +190,13 @@ def test_bench_starts_and_peers_agree(monkeypatch):
 
 
 def test_layers_of_the_bench_have_shuffled_slots():
-    ((spec, _), *_, (rows,)) = recurrent_state._SHAPES_ON_CPU
+    (_, (rows,), (spec, _)) = recurrent_state._SHAPES_ON_CPU
     layer = recurrent_state.TimedStep(recurrent_state.replace(spec, journal=8), 4, rows, CPU).layers[0]
     assert layer.ours.slots.tolist() != sorted(layer.ours.slots.tolist())
 
 
 def test_columns_are_those_of_their_definition():
-    ((spec, _), *_) = recurrent_state._SHAPES_ON_CPU
+    (*_, (spec, _)) = recurrent_state._SHAPES_ON_CPU
     for changes in ({}, *({"recurrence": each} for each in (Recurrence.KDA, Recurrence.SSD))):
         layers = recurrent_state.TimedStep(recurrent_state.replace(spec, journal=8, **changes), 4, 2, CPU).layers * 2
         found, columns = recurrent_state.columns_by(16, 1, layers)(layers[0]), layers[0].columns.clone()

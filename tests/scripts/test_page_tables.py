@@ -63,6 +63,25 @@ def test_tree_row_shows_accepted_tokens_and_time() -> None:
             strategy_times.tree_table({"env": env, "rows": rows})
 
 
+def test_states_are_shown_beside_the_faster_kernel() -> None:
+    def row(backend: str, us: float, requests: int = 1) -> dict[str, Any]:
+        spec = {"spec": "gated_delta, 48/16 heads", "num_speculative_tokens": 7, "num_reqs": requests}
+        return {"backend": backend, "gpu_us": [0.0, us, 1e9], **spec}
+
+    env = {"device": "NVIDIA H200", "date": "2026-11-29T00:00:00"}
+    timed = [row("triton_state", 20.0), row("columns 16x1", 50.0), row("columns 32x2", 40.0), row("vllm", 30.0)]
+    # Without vLLM, and a step whose peers are missing.
+    others = [row("triton_state", 40.0, 8), row("columns 16x1", 20.0, 8), row("triton_state", 1.0, 32)]
+    lines = strategy_times.state_table({"env": env, "rows": others + timed}).splitlines()
+    assert lines[0].startswith("Microseconds of a layer's step, NVIDIA H200, 2026-11-29")
+    assert lines[4:] == [
+        "| `gated_delta` | 7 | 1 | 20.0 | 40.0 | 30.0 | 1.50 |",
+        "| `gated_delta` | 7 | 8 | 40.0 | 20.0 | – | 0.50 |",
+    ]
+    with pytest.raises(ValueError, match="no step of states with its peers"):
+        strategy_times.state_table({"env": env, "rows": others[2:]})
+
+
 def test_draft_steps_are_shown_beside_compiled_ones() -> None:
     rows = [
         {
@@ -239,26 +258,3 @@ def test_validated_arms_are_compared_only_with_themselves() -> None:
 def test_vllm_report_without_timed_arms_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"vllm\.json has no timed arm"):
         vllm_tables.figures({**VLLM_REPORT, "arms": VLLM_REPORT["arms"][-1:]}, "vllm.json")
-
-
-def test_engines_with_the_same_settings_are_neighbours() -> None:
-    def whole(engine: str, **settings: object) -> dict[str, Any]:
-        plain = {"steps": 0, "weights": False, "draft_weights": False, "local_argmax": False}
-        row = {"requests": 1, "tokens_per_s": [1.0], "decode_tokens_per_s": [1.0]}
-        vllm = {} if engine == "LLM" else {"vllm": "0.33.0"}
-        return {"arm": {**plain, **settings}, "rows": [row], "prefill": {"tokens_per_s": [1.0]}, **vllm}
-
-    eagle, bits = {"steps": 7}, {"steps": 7, "draft_weights": True}
-    arms = [
-        *(whole("LLM", **bits), whole("LLM", **eagle), whole("LLM"), whole("vLLM", **eagle, models="draft")),
-        *(whole("vLLM", **bits, local_argmax=True), whole("vLLM"), whole("vLLM", **bits), whole("vLLM", **eagle)),
-        whole("vLLM", **eagle, models="draft target", head="fp8"),
-    ]
-    report = {"env": VLLM_REPORT["env"], "arms": arms}
-    assert [line.split(" | ")[:2] for line in vllm_tables.engines(report).splitlines()[4:]] == [
-        ["| no draft", "vLLM 0.33.0"], ["| no draft", "`LLM`"], ["| EAGLE", "vLLM 0.33.0"], ["| EAGLE", "`LLM`"],
-        ["| EAGLE", "vLLM 0.33.0, our layers in draft"],
-        ["| EAGLE", "vLLM 0.33.0, our layers in draft and target, our head in 8 bits"],
-        ["| EAGLE, draft in 8 bits", "vLLM 0.33.0"],
-        ["| EAGLE, draft in 8 bits, local argmax", "vLLM 0.33.0"], ["| EAGLE, draft in 8 bits", "`LLM`"],
-    ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -38,6 +37,7 @@ def copy(tmp_path: Path) -> Path:
         readme.VLLM_PAGE,
         readme.VLLM_FIGURES,
         readme.CONTEXT_PAGE,
+        readme.STATE_PAGE,
     ):
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
@@ -69,7 +69,14 @@ FIGURES = [
     ("h200/contexts.json", "[1861.3,1860.9]", "[2178.1,2178.1]", "20 % with 8 requests (32k of context)"),
     ("h200/contexts.json", "14693.2", "10000.0", "has 1.37 times FlashAttention-3's"),
     ("h200/engines-our-layers.json", "[7362.8,7376.2,7386.6]", "[7399.0,7376.2,7386.6]", "579 / 7,387 (`LLM`)"),
-    ("h200/engines-hybrid.json", "[14555.0,14524.5,14381.6]", "[14555.0,14534.5,14581.6]", "788 / 14,555 (`LLM`)"),
+    ("h200/engines-hybrid.json", "[17025.4,16437.2,17135.9]", "[17055.4,17155.2,17135.9]", "816 / 17,136 (`LLM`)"),
+    (
+        "h200/engines-our-layers-8-bits.json",
+        "[703.3,724.5,700.5]",
+        "[723.3,724.5,700.5]",
+        "723 / 9,734 (its own options)",
+    ),
+    ("h200/engines-hybrid.json", '"kept":1.8', '"kept":1.7', "1.7 of 3 with MTP and 3.2 of 7"),
     ("h100/bench-drafter.json", "15674.0", "8674.0", "8.7 ms"),
     ("h100/bench-llama3-8b-eagle-compiled.json", "3229.4", "3354.2", "3.35 / 3.95 ms (`torch.compile`"),
     ("h100/bench-llama3-8b-eagle-compiled.json", "3702.6", "3786.1", "3.07 / 3.79 ms"),
@@ -106,61 +113,6 @@ def test_a_backend_without_figures_has_a_dash() -> None:
     arms = [arm for arm in report["arms"] if arm["arm"]["draft"] != "FLASH_ATTN"]
     eagle, *_, mtp, _ = readme.vllm_speeds({**report, "arms": arms}, contexts).splitlines()[-5:]
     assert "| – | 156 / 3,698 (`FLASHINFER`) |" in eagle and "–" not in mtp
-
-
-def engine_arm(settings: dict[str, Any], speeds: list[float], prefill: float = 1.0) -> dict[str, Any]:
-    rows = [
-        {"requests": size, "tokens_per_s": [speed, speed * 9, 0.1], "decode_tokens_per_s": [speed]}
-        for size, speed in zip((1, 32), speeds, strict=True)
-    ]
-    return {
-        "arm": {"steps": 0, "kept": 0.0, "weights": False, "draft_weights": False, "local_argmax": False, **settings},
-        "rows": rows,
-        "vllm": "0.33.0",
-        "prefill": {"requests": 16, "tokens_per_s": [prefill, prefill * 9, 0.1]},
-    }
-
-
-def test_llm_is_shown_beside_the_best_of_vllm(copy: Path) -> None:
-    vllm, ours = ({"engine": name} for name in (readme.VLLM_ENGINE, readme.LLM_ENGINE))
-    eagle = {"steps": 7, "kept": 3.2}
-    drafted = eagle | {"draft_weights": True}
-    arms = [
-        engine_arm(vllm | eagle, [350.0, 6296.0], 30_000.0),
-        engine_arm(ours | eagle, [412.0, 6433.0], 31_000.0),
-        engine_arm(vllm | drafted, [418.0, 6746.0]),
-        engine_arm(vllm | drafted | {"local_argmax": True}, [420.0, 6700.0]),
-        engine_arm(ours | drafted, [485.0, 6414.0]),
-        engine_arm(ours | {"weights": True}, [1.0, 1.0]),
-    ]
-    report = {"env": {"device": "NVIDIA H100 80GB", "date": "2026-11-29T00:00:00"}, "arms": arms}
-    for path in (copy / "reports").glob(readme.ENGINES):
-        path.unlink()
-    (copy / "reports/h200/engines.json").write_text(json.dumps(report))
-    older = [engine_arm(vllm, [203.0, 4432.0]), engine_arm(ours, [232.0, 4765.0]), engine_arm(ours | eagle, [1.0, 1.0])]
-    report = {"env": {"device": "NVIDIA H200", "date": "2026-11-28T00:00:00"}, "arms": older}
-    (copy / "reports/h200/engines-older.json").write_text(json.dumps(report))
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in readme.speeds(copy).splitlines()[2:6]]
-    assert [row[3] for row in rows] == [
-        f"{source}, `scripts/vllm_figures.py --engines`" for source in ("H200, 2026-11-28", *["H100, 2026-11-29"] * 3)
-    ]
-    model = "Tokens/s of an 8B Llama"
-    # Without a draft, the newest report has nothing.
-    assert [row[:3] for row in rows] == [
-        [f"{model} without a draft, 1 / 32 requests", "203 / 4,432 (vLLM 0.33.0)", "232 / 4,765 (`LLM`)"],
-        [f"{model} with EAGLE, 1 / 32 requests", "350 / 6,296 (vLLM 0.33.0)", "412 / 6,433 (`LLM`)"],
-        [
-            "Prompt tokens/s of an 8B Llama with EAGLE, 16 prompts of 1,000 tokens",
-            "30,000 (vLLM 0.33.0)",
-            "31,000 (`LLM`)",
-        ],
-        [
-            f"{model} with EAGLE, whose weights have 8 bits, 1 / 32 requests",
-            "420 / 6,746 (vLLM 0.33.0)",
-            "485 / 6,414 (`LLM`)",
-        ],
-    ]
-    assert "3.2 of 7 with EAGLE where vLLM and `LLM` are compared" in readme.contents(copy)[readme.VLLM_FIGURES]
 
 
 @pytest.mark.parametrize(
