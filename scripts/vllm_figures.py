@@ -384,7 +384,7 @@ def main() -> None:
     kinds.add_argument("--engines", action="store_true", help="measure vLLM beside this library's LLM")
     kinds.add_argument("--contexts", action="store_true", help="measure vLLM over long contexts")
     kinds.add_argument("--trained", action="store_true", help="serve SmolLM2 in vLLM on each backend")
-    parser.add_argument("--only", action="append", help="pattern of arm names; all by default")
+    parser.add_argument("--only", action="append", help="pattern of arm names, in this order; all by default")
     parser.add_argument("--kept", type=Path, default=ROOT / "build/vllm", help="cache folder")
     parser.add_argument("--together", type=int, default=1, help="engines that start at once on a GPU; 1 by default")
     parser.add_argument("--minutes", type=float, help="time limit; none by default")
@@ -398,11 +398,11 @@ def main() -> None:
         parser.error("vLLM's figures need a CUDA device, but none was found. Run this on a machine with one.")
     study = study_of(flags, len(gpus))
     every, roots = study.arms, (*ROOTS, *study.roots)
-    only = chosen(parser, flags.only, [arm.name for arm in every])
+    named = {arm.name: arm for arm in every}
+    selected = [named[name] for name in chosen(parser, flags.only, [*named])]
     device = torch.device("cuda")
     env = msgspec.to_builtins(environment(device))
     of = {name: env[name] for name in MACHINE} | {"sources": SourceRecord.of({"": roots}).modules}
-    selected = [arm for arm in every if arm.name in only]
     seconds = flags.minutes and flags.minutes * 60
     found, skipped = run_all(selected, gpus, Kept(flags.kept, of), seconds=seconds, together=flags.together)
     compared = study.compare(found)

@@ -1,5 +1,6 @@
 """Comparisons and problems in vLLM's measurements; vLLM itself runs only on a GPU."""
 
+import argparse
 import copy
 import json
 import math
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 
 from scripts import vllm_figures, vllm_worker
 from scripts.on_gpus import cores_of
+from scripts.only import chosen
 from scripts.vllm_arm import (
     DENSE_LAYERS,
     KINDS,
@@ -554,3 +556,9 @@ def test_derived_weights_are_refilled_in_place(monkeypatch):
     worker.model_runner = SimpleNamespace(model=block, speculator=None)
     worker.fill_weights(1)
     assert block.model.fused is fused and torch.equal(fused, given.flatten())
+
+
+def test_chosen_arms_run_in_the_order_of_the_patterns():
+    parser = argparse.ArgumentParser()
+    assert chosen(parser, None, ["a1", "b1", "a2"]) == ["a1", "b1", "a2"]
+    assert chosen(parser, ["b*", "a2", "*"], ["a1", "b1", "a2"]) == ["b1", "a2", "a1"]
