@@ -27,6 +27,8 @@ from builders.chips import Chip
 from builders.devices import Room
 from tests.import_graph import module_files
 
+_REGISTERS = 1 << 16
+"""Of an SM. Of its shared memory, a program takes 1 KiB more than it asks for, and can ask for all but that."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -59,11 +61,19 @@ class Compiled:
     @property
     def spilled(self) -> int:
         """Bytes of a thread's registers that are kept in memory."""
+        return self._used("STACK")
+
+    def resident(self, room: Room) -> int:
+        """Return how many programs an SM has registers and shared memory for."""
+        registers = -(-self._used("REG") // 8) * 8 * 32 * int(self.kernel.metadata.num_warps)
+        return min(_REGISTERS // registers, (room.shared_memory + 1024) // (self.shared + 1024))
+
+    def _used(self, what: str) -> int:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(self.kernel.asm["cubin"])
             command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
             listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        return int(re.findall(r"STACK:(\d+)", listed)[0])
+        return int(re.findall(rf"{what}:(\d+)", listed)[0])
 
 
 @cache

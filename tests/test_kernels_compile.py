@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 import triton
 from triton.compiler.errors import CompilationError
 
+from attn_backends.kernels.paged_attention import PagedAttentionArguments
+from builders import TritonPagedBuilder, triton_paged
 from builders.chips import CHIPS
 from builders.devices import FP8_CAPABILITY
 from builders.spec import MAX_TREE_TOKENS
 from tests.chips import LIMITS, compile_op
+from tests.factories import CPU, make_cache, make_spec
 from tests.import_graph import module_files
 from tests.ops.served import Case, cases
 from tests.test_kernels import kernels
@@ -109,3 +113,27 @@ def test_kernels_compile_within_chip_limits(chip: Any, every: bool) -> None:
     assert (over, spilling) == ([], [])
     elsewhere = {"narrow_rows_kernel"} if chip.capability < FP8_CAPABILITY else set()
     assert KERNELS - found == elsewhere | (set() if chip.target == "sm_90" else {"streamed_tma_kernel"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("query_len", [4, 8, 16])
+def test_an_sm_holds_the_programs_that_splits_aim_for(query_len: int, head_dim: int, monkeypatch: Any) -> None:
+    """On Hopper, in 16 bits. A program more than that would not run until others are done."""
+    [hopper] = [chip for chip in CHIPS if chip.target == "sm_90"]
+    room, spec = LIMITS["sm_90"], make_spec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim, dtype=torch.bfloat16)
+    monkeypatch.setattr(triton_paged, "room_of", lambda device: room)
+    builder = TritonPagedBuilder(spec, CPU, max_reqs=8, max_tokens=128, max_seq_len=1 << 17)
+    length = {"max_query_len": query_len, "max_seq_len": 1 << 17}
+    splits = builder.splits(SimpleNamespace(num_reqs=1, num_tokens=query_len, **length))
+    cache = make_cache(spec, 4)
+    arguments = PagedAttentionArguments(
+        query=torch.empty(query_len, 32, head_dim, dtype=spec.dtype), key_cache=cache.key, value_cache=cache.value,
+        block_table=torch.zeros(1, 1 << 15, dtype=torch.int32), seq_lens=torch.zeros(1, dtype=torch.int32),
+        query_start_loc=torch.zeros(2, dtype=torch.int32), sinks=None, tree_masks=None, **length, num_splits=splits,
+        scale=1.0, sliding_window=None, soft_cap=None, causal=True, batch_invariant=False, key_scale=None,
+        value_scale=None,
+    )  # fmt: skip
+    kernel, _ = compile_op(hopper, "attn_backends::paged_attention", arguments)
+    programs = splits * spec.num_kv_heads
+    assert kernel.name == "attention_kernel" and 0.5 < programs / (room.num_sms * kernel.resident(room)) <= 1

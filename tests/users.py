@@ -10,9 +10,9 @@ assert check_backend("torch_reference", device=torch.device("cpu"), checks=check
 """
 USERS = {
     "plug-in": ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_300),
-    "plug-in, linear layers": ("from tests.engines.any_vllm import load_linear_methods\nload_linear_methods()", 13_110),
+    "plug-in, linear layers": ("from tests.engines.any_vllm import load_linear_methods\nload_linear_methods()", 13_130),
     "drafter": ("import spec_decode.drafter", 11_900),
-    "kit": ("import spec_decode.conformance", 20_400),
+    "kit": ("import spec_decode.conformance", 20_420),
     "check": (CHECK, 20_700),
-    "LLM": ("import spec_decode.llm", 29_660),
+    "LLM": ("import spec_decode.llm", 29_680),
 }

@@ -3,16 +3,18 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from builders import TritonPagedBuilder, flash_attn3, triton_paged
+from builders.devices import Room
 from builders.flash_attn3 import FlashAttn3Builder
 from tests.factories import CPU, make_spec
 
 
 @pytest.fixture(autouse=True)
 def sms_of_h200(monkeypatch):
-    for module in (flash_attn3, triton_paged):
-        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    monkeypatch.setattr(flash_attn3, "num_sms", lambda device: 132)
+    monkeypatch.setattr(triton_paged, "room_of", lambda device: Room(132, 227 * 1024))
 
 
 def make_builder(builder, spec):
@@ -30,7 +32,13 @@ def make_builder(builder, spec):
         pytest.param(32, 8, 1, 1024, 2, id="no more programs than that"),
         pytest.param(1, 2, 1, 16384, 64, id="no more than 64"),
         pytest.param(256, 8, 1, 1024, 1, id="at least one"),
-        pytest.param(1, 8, 512, 16384, 8, id="part of a prompt: as many as 64 MiB hold"),
+        pytest.param(1, 8, 8, 16384, 49, id="a verification: no more than an SM has registers for"),
+        pytest.param(8, 8, 8, 16384, 6, id="those of a few requests"),
+        pytest.param(32, 8, 8, 1024, 1, id="those of many"),
+        pytest.param(1, 8, 16, 16384, 33, id="a verification that fills a tile"),
+        pytest.param(1, 8, 64, 16384, 8, id="the end of a prompt: several tiles"),
+        pytest.param(1, 1, 64, 16384, 64, id="its tiles leave most of the device idle"),
+        pytest.param(1, 8, 512, 16384, 1, id="part of a prompt, whose tiles fill the device"),
         pytest.param(1, 8, 8192, 16384, 1, id="a prompt"),
     ],
 )
@@ -38,6 +46,18 @@ def test_paged_kernel_splits_fill_the_device(num_reqs, kv_heads, query_len, max_
     builder = make_builder(TritonPagedBuilder, make_spec(num_q_heads=4 * kv_heads, num_kv_heads=kv_heads, head_dim=128))
     tokens = num_reqs * query_len
     batch = SimpleNamespace(num_reqs=num_reqs, max_query_len=query_len, num_tokens=tokens, max_seq_len=max_seq_len)
+    assert builder.splits(batch) == splits
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "query_len", "splits"),
+    [(64, 1, 29), (128, 1, 14), (128, 8, 14), (128, 16, 14), (256, 1, 14), (256, 8, 7), (256, 16, 7)],
+)
+def test_little_shared_memory_holds_fewer_programs(head_dim, query_len, splits, monkeypatch):
+    monkeypatch.setattr(triton_paged, "room_of", lambda device: Room(58, 99 * 1024, wgmma=False))
+    spec = make_spec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim, dtype=torch.bfloat16)
+    builder = make_builder(TritonPagedBuilder, spec)
+    batch = SimpleNamespace(num_reqs=1, max_query_len=query_len, num_tokens=query_len, max_seq_len=16384)
     assert builder.splits(batch) == splits
 
 
