@@ -20,7 +20,7 @@ settings.load_profile("repeatable")
 
 _LONG = (
     *("test_adding_a_backend", "test_interpreter_conformance", "test_wheel"),
-    *("test_op_kernels", "conformance/", "engine/", "models/", "attn_backends/", "tests/examples/"),
+    *("test_op_kernels", "conformance/", "engine/", "models/", "test_floors", "attn_backends/", "tests/examples/"),
 )
 """Parts of the names of tests that take long; those in the first line take minutes if they are slow."""
 
@@ -34,6 +34,16 @@ def as_in_an_engine(request: pytest.FixtureRequest) -> Iterator[None]:
     marks = {mark.name for mark in request.node.iter_markers()}
     with torch.inference_mode(marks.isdisjoint({"outside_inference_mode", "gpu"})):
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile: tests and modules are millions of objects, and none of them is."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

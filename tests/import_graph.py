@@ -89,21 +89,33 @@ def loaded_uses(files: dict[str, Path]) -> Uses:
 
 
 _SPY = """
-import json, sys
-found = set()
+import json, os, sys
+import torch, triton
 class Spy:
     find_spec = staticmethod(lambda name, *given: found.add(name))
-sys.meta_path.insert(0, Spy)
+for script in json.load(sys.stdin):
+    if os.fork():
+        assert os.wait()[1] == 0
+        continue
+    found = set()
+    sys.meta_path.insert(0, Spy)
+    exec(script, {"__name__": "__main__"})
+    print(json.dumps(sorted(found)), flush=True)
+    os._exit(0)
 """
+"""Runs each script in a fork of a process that has loaded what every user loads, and nothing of ours."""
 
 
 @cache
-def loaded_by(script: str) -> dict[str, Path]:
-    """Return our modules, with their files, that another process imports in a script, or fails to import there."""
-    command = [sys.executable, "-c", f"{_SPY}\n{script}\nprint(json.dumps(sorted(found)))"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    names = {*json.loads(done.stdout.splitlines()[-1])}
-    return {module: path for module, path in module_files().items() if module.removesuffix(".__init__") in names}
+def loaded_by(*scripts: str) -> list[dict[str, Path]]:
+    """Return our modules, with their files, that another process imports in each script, or fails to import there."""
+    command = [sys.executable, "-c", _SPY]
+    done = subprocess.run(command, cwd=ROOT, input=json.dumps(scripts), stdout=subprocess.PIPE, text=True, check=True)
+    loaded = [{*json.loads(line)} for line in done.stdout.splitlines()]
+    return [
+        {module: path for module, path in module_files().items() if module.removesuffix(".__init__") in names}
+        for names in loaded
+    ]
 
 
 def circles(uses: Uses) -> list[list[str]]:

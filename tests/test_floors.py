@@ -119,8 +119,16 @@ def test_nothing_is_imported_before_it_is_used(loading: Loading) -> None:
     assert loading.late == list(LATE)
 
 
-def test_the_plug_in_for_vllm_imports_only_torch_and_triton_of_our_requirements() -> None:
-    files = loaded_by(USERS["plug-in, linear layers"][0])
+@pytest.fixture(scope="module")
+def loads() -> dict[str, dict[str, Path]]:
+    """Our modules that each user loads, with their files."""
+    return dict(zip(USERS, loaded_by(*(script for script, _ in USERS.values())), strict=True))
+
+
+def test_the_plug_in_for_vllm_imports_only_torch_and_triton_of_our_requirements(
+    loads: dict[str, dict[str, Path]],
+) -> None:
+    files = loads["plug-in, linear layers"]
     assert {"attn_backends.flash_attn3", "attn_backends.flashmla", "attn_backends.engines.vllm.validator"} <= {*files}
     used = set().union(*(packages(path.read_text(encoding="utf-8")) for path in files.values()))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -195,20 +203,22 @@ def test_engine_uses_only_public_drafter_names(sources: Uses) -> None:
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_a_user_loads_no_more_than_its_budget(user: str) -> None:
-    script, budget = USERS[user]
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded_by(script).values())
+def test_a_user_loads_no_more_than_its_budget(user: str, loads: dict[str, dict[str, Path]]) -> None:
+    _, budget = USERS[user]
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loads[user].values())
     assert 0.8 * budget < lines <= budget
 
 
-def test_the_plug_in_for_vllm_loads_no_linear_layers_before_a_model_chooses_them() -> None:
+def test_the_plug_in_for_vllm_loads_no_linear_layers_before_a_model_chooses_them(
+    loads: dict[str, dict[str, Path]],
+) -> None:
     room = "attn_backends.kernels.linear"
-    assert not [name for name in loaded_by(USERS["plug-in"][0]) if name.startswith(room)]
+    assert not [name for name in loads["plug-in"] if name.startswith(room)]
 
 
 @pytest.mark.parametrize("user", ["drafter", "kit", "check"])
-def test_a_drafter_and_a_check_load_no_model_that_ships(user: str) -> None:
-    rooms = {room_of(module) for module in loaded_by(USERS[user][0])}
+def test_a_drafter_and_a_check_load_no_model_that_ships(user: str, loads: dict[str, dict[str, Path]]) -> None:
+    rooms = {room_of(module) for module in loads[user]}
     assert not rooms & {"models", "verification", "engine", "llm", "matrix", "tools"}
     assert ("conformance" in rooms) is (user != "drafter")
 

@@ -18,6 +18,8 @@ CONTENT = ("fp32", "int", "uint8", "[", "out:", "in and out:")
 @cache
 def kernels(source: str) -> list[ast.FunctionDef]:
     """Functions that Triton compiles, those of them that are launched, by their names."""
+    if "triton.jit" not in source:
+        return []
     named = [n for n in ast.walk(parsed(source)) if isinstance(n, ast.FunctionDef) and n.name.endswith("_kernel")]
     return [node for node in named if any("triton.jit" in ast.unparse(d) for d in node.decorator_list)]
 

@@ -188,9 +188,9 @@ def check_names() -> list[str]:
     return [f"{definition.family}.{definition.verb}" for definition in _definitions]
 
 
-def expand(subject: AnySubject, requested: Collection[str] = ()) -> list[Check]:
-    """Return every check on every case for this backend and device, by family. requested: ON_REQUEST families too."""
-    meant = [each for each in _definitions if isinstance(subject, each.of)]
+def expand(subject: AnySubject, requested: Collection[str] = (), families: Collection[str] = FAMILIES) -> list[Check]:
+    """Return every check of these families on each case for this backend and device. requested: ON_REQUEST ones too."""
+    meant = [each for each in _definitions if isinstance(subject, each.of) and each.family in families]
     wanted = (each for each in meant if each.family not in ON_REQUEST or each.family in requested)
     ordered = sorted(wanted, key=lambda definition: FAMILIES.index(definition.family))
     return [check for definition in ordered for check in definition.expand(subject)]

@@ -121,7 +121,7 @@ class CoveringSearch:
     def _choose(self, axis: int, values: Values, places: list[Place]) -> None:
         def gain(place: Place) -> tuple[bool, int]:
             # A class that no draw has is worth more than any number of pairs, and a value as much as a few.
-            new = sum(tuple(sorted((place, other))) in self._open for other in places)
+            new = sum(((place, other) if place < other else (other, place)) in self._open for other in places)
             return place not in self._seen, new + _NEW_VALUE * bool(self._unused[place])
 
         candidates = [Place(axis, label) for label in range(len(self.axes[axis].classes))]

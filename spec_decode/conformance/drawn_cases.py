@@ -7,10 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
 from random import Random
 from typing import Any
 
-from attn_backends import Capabilities, Rejected
+import torch
+
+from attn_backends import AttentionBackend, Capabilities, Rejected
 from builders import AttentionKind, AttentionSpec
 from builders.spec import MAX_TREE_TOKENS, SpecError
 from spec_decode.conformance.cases import named_specs, tested_values
@@ -91,15 +94,23 @@ def drawn(subject: Subject) -> DrawnCases:
     if subject.engine:
         return DrawnCases(0, (), 0, 0, ())
     # Several checks of a backend run on the same cases. A backend need not be hashable.
-    for made_for, made in _made:
-        if made_for.backend is subject.backend and (made_for.device, made.seed) == (subject.device, _seed.get()):
+    of, where = _what_decides(subject.backend), (subject.device, _seed.get())
+    for made_of, made_where, made in _made:
+        if made_where == where and (made_of is of or (isinstance(of, Capabilities) and made_of == of)):
             return made
     made = _drawn(subject, _seed.get())
-    _made.append((subject, made))
+    _made.append((of, where, made))
     return made
 
 
-_made: deque[tuple[Subject, DrawnCases]] = deque(maxlen=4)
+_made: deque[tuple[object, tuple[torch.device, int], DrawnCases]] = deque(maxlen=16)
+
+
+def _what_decides(backend: AttentionBackend) -> object:
+    """Return the claims if they alone say what the backend serves, else the backend."""
+    methods = ("supports", "unsupported_reasons", "compiled_for")
+    own = [getattr(getattr(backend, name), "__func__", None) for name in methods]
+    return backend.capabilities if own == [getattr(AttentionBackend, name) for name in methods] else backend
 
 
 def _drawn(subject: Subject, seed: int) -> DrawnCases:
@@ -167,6 +178,9 @@ class CaseMaker:
             ) is not None:
                 self.plain[kind] = spec
         self.base = base
+        self._axes = [axis.name for axis in spec_axes(subject.backend.capabilities)]
+        self._specs: dict[tuple[object, ...], AttentionSpec | None] = {}
+        self._serves = cache(lambda spec: bool(subject.backend.supports(spec, subject.device)))
         # What named cases compile on a GPU anyway, and what drawn ones have needed since.
         self._compiled = {subject.backend.compiled_for(spec) for spec in (base, *named_specs(subject))}
         self._named = len(self._compiled)
@@ -174,11 +188,7 @@ class CaseMaker:
     def fits(self, values: Values) -> bool:
         """Return whether the backend accepts the spec of these values, and a case with it costs little enough."""
         spec = self.spec(values)
-        if (
-            spec is None
-            or spec.num_q_heads > MOST_HEADS
-            or not self.subject.backend.supports(spec, self.subject.device)
-        ):
+        if spec is None or spec.num_q_heads > MOST_HEADS or not self._serves(spec):
             return False
         return self._is_batch(spec, values) and self._is_cheap(spec, values) and self._is_compiled(spec)
 
@@ -190,6 +200,12 @@ class CaseMaker:
 
     def spec(self, values: Values) -> AttentionSpec | None:
         """Return the plainest spec that has these values; None if there is none."""
+        asked = tuple([values.get(name, ...) for name in self._axes])  # again for each value tried for a batch
+        if asked not in self._specs:
+            self._specs[asked] = self._made(values)
+        return self._specs[asked]
+
+    def _made(self, values: Values) -> AttentionSpec | None:
         plain = self.plain.get(values.get("kind", self.base.kind))
         if plain is None:
             return None

@@ -85,11 +85,6 @@ def _keeps(self: Any, metadata: Any, wrong: Any) -> None:
 
 
 @advance(_ADVANCE)
-def rows_from_128_on_stay(self: Any, metadata: Any) -> None:
-    _keeps(self, metadata, metadata.token_to_req >= 128)
-
-
-@advance(_ADVANCE)
 def odd_pages_stay(self: Any, metadata: Any) -> None:
     _keeps(self, metadata, self.spec.page_size % 2 == 1 and self.spec.page_size > 1)
 
@@ -99,6 +94,11 @@ def writes_the_batchs_table(self: Any, metadata: Any) -> None:
     """A column that no request of the usual lengths reads."""
     ReferenceBuilder.advance(self, metadata)
     metadata.block_table[:, -1] = 0
+
+
+@advance(_ADVANCE)
+def rows_from_128_on_stay(self: Any, metadata: Any) -> None:
+    _keeps(self, metadata, metadata.token_to_req >= 128)
 
 
 @advance(_ADVANCE)

@@ -65,10 +65,10 @@ def _wrong_if(name: str, wrong: Callable[[StateInputs, StateSpec, StateMetadata]
     return Mutant(name, "state.sizes_are_served", broken())
 
 
+NO_WINDOWS = _wrong_if("no_windows", lambda inputs, spec, metadata: spec.conv_width == 1)
 KEYS_OF_48 = _wrong_if("keys_of_48", lambda inputs, spec, metadata: spec.key_dim == 48)
 VALUES_OF_64 = _wrong_if("values_of_64", lambda inputs, spec, metadata: spec.value_dim == 64)
 WINDOWS_OF_3 = _wrong_if("windows_of_3", lambda inputs, spec, metadata: spec.conv_width == 3)
-NO_WINDOWS = _wrong_if("no_windows", lambda inputs, spec, metadata: spec.conv_width == 1)
 SHORT_JOURNALS = _wrong_if("short_journals", lambda inputs, spec, metadata: spec.journal < 7)
 THREE_KEY_HEADS = _wrong_if("three_key_heads", lambda inputs, spec, metadata: spec.num_key_heads == 3)
 GROUPS_OF_4 = _wrong_if("groups_of_4", lambda inputs, spec, metadata: spec.group_size == 4)

@@ -44,9 +44,17 @@ def test_drawn_cases_are_accepted_and_cover_most_pairs(name: str) -> None:
 
 
 def test_seed_determines_drawn_cases() -> None:
-    first, again, other = (draws(type("Again", (TorchReference,), {})(), seed).cases for seed in (0, 0, 1))
+    # One that may refuse more than it claims: backends of equal claims alone share their cases.
+    own: dict[str, Any] = {"unsupported_reasons": lambda self, spec, device: []}
+    first, again, other = (draws(type("Again", (TorchReference,), own)(), seed).cases for seed in (0, 0, 1))
+    assert first is not again
     assert first == again and {case.spec for _, case in first} != {case.spec for _, case in other}
     assert first[7][0] == "s0-007" and other[7][0] == "s1-007"
+
+
+def test_backends_of_equal_claims_share_their_cases() -> None:
+    one, other, narrow = (draws(claiming(**changes)) for changes in ({}, {}, {"kinds": (AttentionKind.MHA,)}))
+    assert one is other and one.cases != narrow.cases
 
 
 def test_every_class_value_is_drawn() -> None:

@@ -13,7 +13,7 @@ import torch
 from attn_backends import AttentionBackend, get
 from attn_backends.registry import Backend
 from spec_decode.conformance import check as kit
-from spec_decode.conformance import check_backend, iter_checks
+from spec_decode.conformance import check_backend, iter_checks, runner
 from spec_decode.conformance.runner import CheckList, check_list, run, run_check
 from spec_decode.testing.outcome import Outcome
 from tests.foreseen import Foreseen
@@ -32,11 +32,12 @@ STEP_FIELDS = [(name, field) for name in BACKENDS for field in get(name).builder
 
 
 def listed(backend: Backend | str, *patterns: str) -> CheckList:
-    """What `check_backend` would run; of the other checks no case is made. Before its bracket a pattern is of names."""
+    """What `check_backend` would run; of the other checks no case is made, and the report records no draws. Before its
+    bracket a pattern is of names."""
     names = [pattern.partition("[")[0] for pattern in patterns]
     named = [d for d in kit._definitions if any(fnmatch(d.name, name) for name in names)]
     assert all(any(fnmatch(d.name, name) for d in named) for name in names), f"no check has one of these names: {names}"
-    with mock.patch.object(kit, "_definitions", named):
+    with mock.patch.object(kit, "_definitions", named), mock.patch.object(runner, "_drawn", lambda subject: None):
         return check_list(backend, device=CPU, checks=patterns)
 
 
