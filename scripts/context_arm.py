@@ -19,7 +19,7 @@ from scripts import vllm_arm
 from scripts.engine_arm import WARM_UP, Theirs, decoding_speed
 
 FA2 = 2
-"""FlashAttention's version on every card but Hopper and B200."""
+"""FlashAttention's version on cards of compute capability 8 and 12."""
 CONTEXTS = (1024, 8192, 32768, 98304)
 REQUESTS = (1, 8)
 MOST_TOKENS = 1 << 18

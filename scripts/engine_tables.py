@@ -46,9 +46,9 @@ _OTHER_MODELS = {
 """Models that are not the 8B Llama, by size."""
 
 
-def figures(report: _Report) -> str:
-    """Build a table of every engine by its settings. The first number of a cell is of whole requests, the second of
-    decoding alone."""
+def figures(name: str, report: _Report) -> str:
+    """Build a table of every engine of the report with this name, by its settings. The first number of a cell is of
+    whole requests, the second of decoding alone."""
     sizes = [row["requests"] for row in report["arms"][0]["rows"]]
     rows = []
     for found in sorted(report["arms"], key=_by_settings):
@@ -63,7 +63,8 @@ def figures(report: _Report) -> str:
         engine += "".join(f", {part}" for part in _our_parts(arm))
         rows.append([settings, engine, *each, f"{median(found['prefill']['tokens_per_s']):,.0f}"])
     numbers = [*(f"{size} req." for size in sizes), "prompts"]
-    return f"{source(report)}.\n\n{markdown_table(['settings', 'engine', *numbers], rows, numbers)}"
+    table = markdown_table(["settings", "engine", *numbers], rows, numbers)
+    return f"`{name}`, {source(report)}:\n\n{table}"
 
 
 def our_layers(reports: Sequence[_Report]) -> str:

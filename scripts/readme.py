@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -112,7 +112,7 @@ def contents(root: Path) -> dict[Path, str]:
         VLLM_PAGE: {
             "cost of a draft": context_tables.cost(contexts),
             "vllm ratios": vllm_tables.ratios(on_one_gpu),
-            "our layers": engine_tables.our_layers(engines),
+            "our layers": engine_tables.our_layers([*engines.values()]),
             "vllm draft times": vllm_tables.draft_times(on_one_gpu),
             "vllm on two GPUs": vllm_tables.scaling(pair),
             "vllm validated": vllm_tables.validated(vllm),
@@ -126,8 +126,8 @@ def contents(root: Path) -> dict[Path, str]:
             "context prompts": context_tables.prompts(contexts),
         },
         VLLM_FIGURES: {
-            "work of the readme": work(vllm, engines),
-            "whole engines": "\n\n".join(map(engine_tables.figures, engines)),
+            "work of the readme": work(vllm, engines.values()),
+            "whole engines": "\n\n".join(engine_tables.figures(*each) for each in engines.items()),
             "vllm figures": "\n\n".join(
                 vllm_tables.figures(report, name) for report, name in ((vllm, VLLM), (latents, LATENTS), (pair, PAIR))
             ),
@@ -206,8 +206,8 @@ def vllm_speeds(report: Mapping[str, Any], contexts: Mapping[str, Any]) -> str:
     return (
         f"Output tokens/s in vLLM {report['arms'][0]['vllm']} with {sizes} concurrent requests, by the draft's "
         f"attention backend ({_source(report, 'scripts/vllm_figures.py')}). In the last row, one request has a long "
-        "context, and target and draft have the same backend. vLLM's default there is that of A100, L4, RTX 40 and all "
-        "other cards but Hopper and B200; a Hopper card ran it in their place "
+        "context, and target and draft have the same backend. vLLM's default there is that of A100, L4, RTX 40 and the "
+        "other cards of compute capability 8 and 12; a Hopper card ran it in their place "
         f"([why]({CONTEXT_PAGE}#what-stands-in-for-what); {_source(contexts, 'scripts/vllm_figures.py --contexts')})."
         "\n\n"
         f"{markdown_table(['draft', 'vLLM, its default', 'vLLM, another backend', 'vLLM, ours'], rows)}"
@@ -231,7 +231,7 @@ def speeds(root: Path) -> str:
     eager, graph = (timed[strategy, 1]["host_us"][1] / 1e3 for strategy in ("eager", "full_loop"))
     sizes = " / ".join(map(str, SIZES))
     rows = [
-        *engine_tables.readme_rows(engine_reports(root)),
+        *engine_tables.readme_rows([*engine_reports(root).values()]),
         [
             f"GPU time to draft tokens 2 to {DRAFT_TOKENS}, {sizes} requests",
             f"{_ms(torchs)} ms (`torch.compile`, max-autotune)",
@@ -248,13 +248,13 @@ def speeds(root: Path) -> str:
     return markdown_table(["measured", "baseline", "this library", "device, date, command"], rows)
 
 
-def engine_reports(root: Path) -> list[dict[str, Any]]:
-    """Return the reports of whole engines, newest first."""
-    found = [read_json(path) for path in (root / "reports").glob(ENGINES)]
-    return sorted(found, key=lambda report: str(report["env"]["date"]), reverse=True)
+def engine_reports(root: Path) -> dict[str, dict[str, Any]]:
+    """Return the reports of whole engines by name, newest first."""
+    found = {path.name: read_json(path) for path in (root / "reports").glob(ENGINES)}
+    return dict(sorted(found.items(), key=lambda each: str(each[1]["env"]["date"]), reverse=True))
 
 
-def work(vllm: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) -> str:
+def work(vllm: Mapping[str, Any], engines: Iterable[Mapping[str, Any]]) -> str:
     """Describe what the README's speeds were measured on. engines: the reports of whole engines."""
     kept = [f"{kept:g} of {steps}" for steps, kept in (_round(vllm, *of) for _, of, *_ in IN_VLLM)]
     plain, size = vllm_arms(vllm, *EAGLE)[NO_DRAFT], SIZES[-1]

@@ -28,7 +28,7 @@ vLLM also with our linear layers: see engine_arm.py. Fails if LLM runs the targe
 layers.
 
 With --contexts, vLLM decodes after 1k to 96k tokens that its cache holds already, on its own backends and on ours, also
-on FlashAttention-2, its default on every card but Hopper and B200: see context_arm.py. On a Hopper card that kernel
+on FlashAttention-2, its default on compute capability 8 and 12: see context_arm.py. On a Hopper card that kernel
 stands in for those cards: it is the same code, on another chip. Its PTX is compiled by the driver, which takes 3
 to 6 minutes once; keep CUDA_CACHE_PATH.
 
@@ -384,7 +384,11 @@ def main() -> None:
     kinds.add_argument("--engines", action="store_true", help="measure vLLM beside this library's LLM")
     kinds.add_argument("--contexts", action="store_true", help="measure vLLM over long contexts")
     kinds.add_argument("--trained", action="store_true", help="serve SmolLM2 in vLLM on each backend")
-    parser.add_argument("--only", action="append", help="pattern of arm names, in this order; all by default")
+    parser.add_argument(
+        "--only",
+        action="append",
+        help="pattern of whole arm names, such as *EAGLE*; repeat it to run them in this order",
+    )
     parser.add_argument("--kept", type=Path, default=ROOT / "build/vllm", help="cache folder")
     parser.add_argument("--together", type=int, default=1, help="engines that start at once on a GPU; 1 by default")
     parser.add_argument("--minutes", type=float, help="time limit; none by default")
@@ -394,12 +398,12 @@ def main() -> None:
     if flags.together < 1:
         parser.error(f"--together must be at least 1, got {flags.together}.")
     gpus = list(range(torch.cuda.device_count()))
-    if not gpus:
-        parser.error("vLLM's figures need a CUDA device, but none was found. Run this on a machine with one.")
     study = study_of(flags, len(gpus))
     every, roots = study.arms, (*ROOTS, *study.roots)
     named = {arm.name: arm for arm in every}
     selected = [named[name] for name in chosen(parser, flags.only, [*named])]
+    if not gpus:
+        parser.error("vLLM's figures need a CUDA device, but none was found. Run this on a machine with one.")
     device = torch.device("cuda")
     env = msgspec.to_builtins(environment(device))
     of = {name: env[name] for name in MACHINE} | {"sources": SourceRecord.of({"": roots}).modules}

@@ -47,6 +47,8 @@ _SPECS = {
 _STATE_SPECS = {
     "the gated delta rule": GATED_DELTA,
     "Kimi Delta Attention": replace(GATED_DELTA, recurrence=Recurrence.KDA),
+    "Mamba2": replace(GATED_DELTA, recurrence=Recurrence.SSD),
+    "short convolutions": replace(GATED_DELTA, recurrence=Recurrence.CONV, num_key_heads=0, key_dim=0),
 }
 
 

@@ -44,7 +44,9 @@ def test_engines_with_the_same_settings_are_neighbours() -> None:
         *(whole(VLLM, **NARROW_DRAFT, local_argmax=True), whole(VLLM), whole(VLLM, **NARROW_DRAFT)),
         *(whole(VLLM, **EAGLE), whole(PLUGGED, **EAGLE, **BOTH)),
     ]
-    assert [cells(line)[:2] for line in engine_tables.figures(report(*arms)).splitlines()[4:]] == [
+    title, _, _, _, *lines = engine_tables.figures("engines.json", report(*arms)).splitlines()
+    assert title == "`engines.json`, H200, 2026-11-29:"
+    assert [cells(line)[:2] for line in lines] == [
         ["no draft", "vLLM 0.33.0"], ["no draft", "`LLM`"], ["EAGLE", "vLLM 0.33.0"], ["EAGLE", "`LLM`"],
         ["EAGLE", "vLLM 0.33.0, our layers in draft"],
         ["EAGLE", "vLLM 0.33.0, our layers in draft and target, our head in 8 bits"],

@@ -88,7 +88,7 @@ def speeds(root: Path) -> str:
     vllm = read_json(root / "reports" / readme.VLLM)
     contexts = read_json(root / "reports" / readme.CONTEXTS)
     sentences = context_tables.cost(contexts) + context_tables.behind(contexts)
-    work = readme.work(vllm, readme.engine_reports(root))
+    work = readme.work(vllm, readme.engine_reports(root).values())
     return readme.vllm_speeds(vllm, contexts) + readme.speeds(root) + work + sentences
 
 

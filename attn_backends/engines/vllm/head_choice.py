@@ -31,7 +31,7 @@ class HeadChoice(NamedTuple):
         if bits not in ("16", "fp8") or bool(colon) is not bool(name):
             raise ValueError(
                 f"{DRAFT_HEAD} must be 16 or fp8, or one of them with a file of token ids, such as fp8:ids.json, got "
-                f"{value!r}. Set it to 16 to read the head as it is."
+                f"{value!r}. Unset it to leave the head to vLLM."
             )
         path = Path(name).expanduser() if name else None
         return cls(bits == "fp8", path, None if path is None else _token_ids(path))
