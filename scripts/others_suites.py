@@ -93,9 +93,12 @@ def run(paths: Sequence[Path], folder: Path, plugins: Sequence[Any] = (), more: 
 
 def failures(rows: Iterable[Row], names: Iterable[str]) -> list[str]:
     """List what is wrong: cases that failed, and names that no case ran."""
-    ran = Counter(row.backend for row in rows if row.outcome in ("pass", "fail"))
+    rows = list(rows)
+    selected = {row.backend for row in rows}
+    ran = {row.backend for row in rows if row.outcome in ("pass", "fail")}
     failed = [f"{row.test}: {row.reason}" for row in rows if row.outcome == "fail"]
-    return failed + [f"no case ran {name}; see each case's reason in the report" for name in names if not ran[name]]
+    reasons = {True: "see each case's reason in the report", False: "-k selects none of its cases"}
+    return failed + [f"no case ran {name}; {reasons[name in selected]}" for name in names if name not in ran]
 
 
 def main() -> None:
@@ -109,6 +112,8 @@ def main() -> None:
         parser.error(
             f"{flags.engine} is not installed, nor on PYTHONPATH. Unpack it: see docs/engines/others-suites.md."
         )
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("without a GPU, Triton's kernels run in its interpreter only. Set TRITON_INTERPRET=1.")
     paths, names, roots, rows = (_vllm if flags.engine == "vllm" else _sglang)(flags)
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     from scripts.script_report import write_report

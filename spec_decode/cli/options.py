@@ -111,11 +111,19 @@ def chosen_names(requested: Sequence[str], device: torch.device) -> list[str]:
         if name not in known:
             raise UnknownBackend(
                 f"a backend must be one of {', '.join(known)}, or all, or available, got {name!r}. "
-                f"Fix the name, or install the package that registers it.{did_you_mean(name, known)}"
+                f"Fix the name, or install the package that registers it.{_hint(name, known)}"
             )
     if requested and not chosen:
         raise UserError(f"no backend is available on {device}. attn-backends list --device {device} says why.")
     return list(chosen)
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    """Return what may have been meant: our names in vLLM are those of backends, with a prefix or a suffix."""
+    own = name.removeprefix("ATTN_BACKENDS_").removesuffix("_IN_GRAPH")
+    if own != name and own.lower() in known:
+        return f" {name} is a name in vLLM: its kernels are those of {own.lower()}."
+    return did_you_mean(name, known)
 
 
 def available_names(device: torch.device, names: Sequence[str] | None = None) -> list[str]:

@@ -49,6 +49,8 @@ def test_every_case_has_outcome_and_reason(tmp_path):
 def test_failed_case_and_idle_name_are_told(outcome, wrong):
     found = failures([Row("s", "t", "A", outcome, "by 3")], ["A"])
     assert [each.partition(";")[0] for each in found] == wrong
+    [unselected] = failures([], ["A"])
+    assert unselected == "no case ran A; -k selects none of its cases"
 
 
 def test_only_the_name_is_replaced():

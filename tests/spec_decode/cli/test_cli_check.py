@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attn_backends import registry
+from attn_backends.engines.vllm.names import NAMES
 from spec_decode.cli import output
 from spec_decode.conformance.report import Report
 from tests.mutants import mutant_named
@@ -181,3 +182,10 @@ def test_engine_check_without_checkout_names_its_folder(refused, monkeypatch, tm
     monkeypatch.setattr("spec_decode.cli.checkout._ROOT", tmp_path)
     line = refused("check", "--engine", "vllm")
     assert "the checks of vllm's own builders are not in the wheel, only in engine_kits/vllm/" in line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_in_vllm_is_told_from_its_kernels(name, run):
+    own = name.removeprefix("ATTN_BACKENDS_").removesuffix("_IN_GRAPH").lower()
+    said = run("check", name)
+    assert said.exit_code == 2 and f"{name} is a name in vLLM: its kernels are those of {own}." in said.stderr
