@@ -40,6 +40,7 @@ _DECODE = {
     "sparse-decode": "sparse_swa_mla against FlashMLA, over fp8_ds_mla and over bf16",
     "mla-decode": "triton_mla and flashmla against FlashInfer's and FlashAttention-3's latent attention",
     "paged-decode": "triton_paged against FlashAttention-3 and FlashInfer on tensor cores",
+    "paged-verify": "the same over the 8 tokens of a verification, after up to 96k of context",
     "flashinfer-decode": "flashinfer's choice against each of its kernels, by query heads per KV head",
 }
 _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {

@@ -21,6 +21,7 @@ _DRAFTS = {
 }
 TITLES = {
     "paged-decode": "Decode attention over paged KV",
+    "paged-verify": "Attention of a verification's 8 tokens over paged KV",
     "mla-decode": "Decode attention over latents (MLA)",
     "sparse-decode": "Decode attention over a sparse window (MLA)",
     "flashinfer-decode": "Decode attention by FlashInfer: its choice and each kernel",

@@ -94,6 +94,7 @@ def lone_steps() -> list[Step]:
         "sampling": (("sampling",), 240),
         "recurrent-state": (("recurrent-state",), 240),
         "flashinfer-decode": (("flashinfer-decode",), 120),
+        "paged-verify": (("paged-verify",), 240),
         "products": (("products",), 360),
         **{f"{name}-compiled": ((f"{name}-compiled",), seconds) for name, seconds in COMPILED.items()},
     }

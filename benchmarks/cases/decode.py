@@ -1,4 +1,4 @@
-"""Decode attention next to its peers: the same batch, the same caches, the same run."""
+"""Attention of a few tokens per request next to its peers: the same batch, the same caches, the same run."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ def by_backend(name: str) -> AttentionMethod:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerComparison:
-    """One of our backends and its peers. max_ratio: of its time to the best peer's; cold: caches are not in L2."""
+    """One of our backends and its peers. max_ratio: of its time to the best peer's; cold: caches are not in L2; tokens:
+    query tokens of each request."""
 
     case: str
     backend: str
     peers: Mapping[str, AttentionMethod]
     max_ratio: float
     cold: bool = True
+    tokens: int = 1
     specs: tuple[AttentionSpec, ...] = ()
     num_reqs: tuple[int, ...] = (1, 32)
     contexts: tuple[int, ...] = (1024, 8192)
@@ -83,6 +85,20 @@ COMPARISONS = (
         specs=(GQA,),
     ),
     PeerComparison(
+        case="paged-verify",
+        backend="triton_paged",
+        peers={"flash_attn3": by_backend("flash_attn3"), "flashinfer": by_backend("flashinfer")},
+        max_ratio=1.03,
+        tokens=8,
+        specs=(
+            GQA,
+            replace(GQA, head_dim=64, value_dim=64, scale=None),
+            replace(GQA, num_q_heads=16, num_kv_heads=4, head_dim=256, value_dim=256, scale=None),
+        ),
+        num_reqs=(1, 8),
+        contexts=(1024, 8192, 32768, 98304),
+    ),
+    PeerComparison(
         case="flashinfer-decode",
         backend="flashinfer",
         peers={name: by_backend(name) for name in ("flashinfer_tensor_cores", "flashinfer_cuda_cores")},
@@ -106,7 +122,7 @@ def comparison_rows(
     """Yield a row of the backend, with its time over the best peer's, and one of each available peer."""
     at = f"[{spec.describe()}], {num_reqs} x {context}"
     with bench.noting(f"{comparison.case}: {comparison.backend}", at=at):
-        fixture = DecodeFixture(spec, num_reqs, context, bench.device)
+        fixture = DecodeFixture(spec, num_reqs, context, bench.device, tokens=comparison.tokens)
         attend, backend = by_backend(comparison.backend)(fixture), get(comparison.backend)
         caches = fixture.caches(backend, cold=comparison.cold)
         expected = attend(caches[0]).float()
@@ -133,5 +149,7 @@ def comparison_rows(
 def _row(bench: Bench, comparison: PeerComparison, fixture: DecodeFixture, name: str, gpu_us: Quantiles) -> BenchRow:
     floor = bench.floor_us(fixture.kv_bytes) if comparison.cold else None
     share = floor and round(floor / gpu_us["p50"], 4)
-    labels = fixture.labels(comparison.case, name)
+    labels = fixture.labels(comparison.case, name) | (
+        {"num_tokens": comparison.tokens} if comparison.tokens > 1 else {}
+    )
     return {**labels, "gpu_us": gpu_us, "floor_us": floor, "floor_counts": floor and SEEN, "share_of_bandwidth": share}

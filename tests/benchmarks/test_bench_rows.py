@@ -92,6 +92,13 @@ def test_cold_cache_floor_is_bytes_read(bench, timed, cold, floor):
     assert (row["floor_us"], row["share_of_bandwidth"]) == floor
 
 
+def test_verification_has_several_tokens(bench, timed):
+    timed += [2.0, 1.0]
+    verify = replace(comparison(peer=by_backend("torch_reference")), tokens=3)
+    ours, peer = comparison_rows(bench, verify, SPEC, 2, 40)
+    assert (ours["num_tokens"], ours["peer_ratio"], peer["num_tokens"]) == (3, 2.0, 3)
+
+
 @pytest.mark.parametrize(("value", "off"), [(0.0, "100.0%"), (float("nan"), "nan%")])
 def test_peer_with_other_result_is_noted_not_compared(bench, timed, value, off):
     timed += [3, 1]
