@@ -113,7 +113,7 @@ def test_plug_in_variable_is_parsed_like_engine(monkeypatch, engine, value, stat
     ("variable", "value", "reason"),
     [
         ("ATTN_BACKENDS_VALIDATE", "2", "must be 0 or 1, got '2'. Set"),
-        ("ATTN_BACKENDS_DRAFT_HEAD", "8", "must be 16 or fp8, .* got '8'. Set"),
+        ("ATTN_BACKENDS_DRAFT_HEAD", "8", "must be 16 or fp8, .* got '8'. Unset"),
         ("ATTN_BACKENDS_DRAFT_HEAD", "fp8:/no/ids.json", ": /no/ids.json cannot be read: .* Use a JSON list"),
     ],
 )
