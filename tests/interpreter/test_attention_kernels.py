@@ -5,7 +5,7 @@ import torch
 
 from attn_backends.kernels.latent_attention import LatentAttentionArguments
 from attn_backends.kernels.paged_attention import PagedAttentionArguments, launch_merge, paged_attention
-from benchmarks import tune_prompt_attention
+from benchmarks import tune_paged_attention
 from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import indexes_fp8
 from tests.ops.attention import LATENT_BATCHES, PLAIN, latent, paged
@@ -47,17 +47,21 @@ def test_prompt_sees_whole_blocks_and_the_one_at_its_end(cached, spec, splits):
     torch.testing.assert_close(by_kernel, wanted, **close)
 
 
-def test_tuner_of_prompts_tries_tiles_and_notices_a_wrong_one(monkeypatch):
-    small = {"_DEVICE": torch.device("cpu"), "_HEADS": 2, "_TILES": ((64, 32, 4, 2), (128, 64, 8, 3))}
+@pytest.mark.parametrize(
+    ("batch", "sizes"),
+    [((1, 66, 3, 2, 64), [(64, 32), (128, 32), (128, 64)]), ((1, 3, 66, 1, 64, 2), [(16, 64), (16, 32)])],
+)
+def test_tuner_tries_tiles_and_notices_a_wrong_one(batch, sizes, monkeypatch):
+    small = {"_DEVICE": torch.device("cpu"), "_HEADS": 2, "_TILES": ((32, 4, 2), (64, 4, 1))}
     for name, value in small.items():
-        monkeypatch.setattr(tune_prompt_attention, name, value)
-    prompts = tune_prompt_attention.RandomPrompts(1, 66, 3, 2, 64)
-    found = tune_prompt_attention.compiled(prompts)
-    assert [(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in found] == [(64, 32), (128, 64)]
+        monkeypatch.setattr(tune_paged_attention, name, value)
+    found = tune_paged_attention.compiled(tune_paged_attention.RandomBatch(*batch))
+    tried = {(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in found}
+    assert tried >= {*sizes} and len({str(tile) for tile in found}) == len(found)
     launch = PagedAttentionArguments.launch
     monkeypatch.setattr(PagedAttentionArguments, "launch", lambda self, tile=None: launch(self, tile) + bool(tile))
     with pytest.raises(AssertionError):
-        tune_prompt_attention.compiled(prompts)
+        tune_paged_attention.compiled(tune_paged_attention.RandomBatch(*batch))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])

@@ -1,7 +1,7 @@
-"""Time tiles of a prompt's attention over a paged cache: python -m benchmarks.tune_prompt_attention, on a GPU.
+"""Time tiles of attention over a paged cache: python -m benchmarks.tune_paged_attention, on a GPU.
 
-Prints a line per prompt: the tile in use, then the best ones, with their teraflops a second, and those of torch's own
-attention over the same tokens without pages.
+Prints a line per batch of prompts or of verifications: the tile and splits in use, then the best ones, with their
+teraflops a second, and those of torch's own attention over the same tokens without pages.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ from benchmarks.measure import time_kernels
 _DEVICE = torch.device("cuda")
 _PAGE = 16
 _HEADS = 32
-_TILES = tuple(product((64, 128), (32, 64, 128), (4, 8), (2, 3)))
-"""Rows, tokens a block, warps and stages."""
+_TILES = tuple(product((32, 64, 128), (4, 8), (1, 2, 3)))
+"""Tokens a block, warps and stages."""
+_PROMPT_ROWS = (64, 128)
+"""Rows of a prompt's tiles. Those of few queries have as many as there are."""
 
 
 @dataclass(frozen=True, slots=True)
-class RandomPrompts:
-    """Prompts of `tokens` each behind `cached` tokens that the cache holds already."""
+class RandomBatch:
+    """Requests with `tokens` queries each behind `cached` tokens that the cache holds already: prompts, or
+    verifications."""
 
     requests: int
     tokens: int
     cached: int
     kv_heads: int
     dim: int
+    splits: int = 1
 
     def draw(self) -> PagedAttentionArguments:
         """Return the op's arguments, bfloat16; each request's pages are shuffled among all."""
@@ -51,8 +55,9 @@ class RandomPrompts:
         return PagedAttentionArguments(
             query=query, key_cache=cache[:, 0], value_cache=cache[:, 1], block_table=table,
             seq_lens=torch.tensor(lens, device=_DEVICE, dtype=torch.int32), query_start_loc=starts, sinks=None,
-            tree_masks=None, max_query_len=self.tokens, max_seq_len=length, num_splits=1, scale=self.dim**-0.5,
-            sliding_window=None, soft_cap=None, causal=True, batch_invariant=False, key_scale=None, value_scale=None,
+            tree_masks=None, max_query_len=self.tokens, max_seq_len=length, num_splits=self.splits,
+            scale=self.dim**-0.5, sliding_window=None, soft_cap=None, causal=True, batch_invariant=False,
+            key_scale=None, value_scale=None,
         )  # fmt: skip
 
     @property
@@ -63,63 +68,68 @@ class RandomPrompts:
 
     def describe(self) -> str:
         """Return its sizes, in words."""
-        return f"{self.requests} x {self.tokens} after {self.cached}, {_HEADS} / {self.kv_heads} heads of {self.dim}"
+        heads = f"{_HEADS} / {self.kv_heads} heads of {self.dim}"
+        return f"{self.requests} x {self.tokens} after {self.cached}, {heads}, {self.splits} splits"
 
 
-PROMPTS = (
-    RandomPrompts(8, 1000, 0, 8, 128), RandomPrompts(1, 8192, 0, 8, 128), RandomPrompts(1, 8192, 24576, 8, 128),
-    RandomPrompts(8, 1000, 0, 8, 64), RandomPrompts(8, 1000, 0, 4, 256), RandomPrompts(8, 1000, 0, 32, 128),
+BATCHES = (
+    RandomBatch(8, 1000, 0, 8, 128), RandomBatch(1, 8192, 0, 8, 128), RandomBatch(1, 8192, 24576, 8, 128),
+    RandomBatch(8, 1000, 0, 8, 64), RandomBatch(8, 1000, 0, 4, 256), RandomBatch(8, 1000, 0, 32, 128),
+    # As many programs as an H200 holds, and those that it was given before.
+    *(RandomBatch(1, 8, 98304, 8, 128, splits) for splits in (33, 49, 64)),
+    *(RandomBatch(8, 8, 32768, 8, 128, splits) for splits in (4, 6, 8)),
 )  # fmt: skip
 
 
 @torch.no_grad()
-def compiled(prompts: RandomPrompts) -> list[dict[str, int]]:
+def compiled(batch: RandomBatch) -> list[dict[str, int]]:
     """Return the tiles that this device has room for, the one in use first, with their kernels in Triton's cache; raise
     if a result is wrong."""
-    arguments = prompts.draw()
+    arguments = batch.draw()
     return fitting_tiles(_tiles(arguments), arguments.launch, arguments.launch())
 
 
 def _tiles(arguments: PagedAttentionArguments) -> Iterator[dict[str, int]]:
     own = arguments.own_tile()
     yield own
-    for rows, block, warps, stages in _TILES:
-        tile = {"BLOCK_M": rows, "BLOCK_N": block, "num_warps": warps, "num_stages": stages}
+    rows = _PROMPT_ROWS if own["BLOCK_M"] >= min(_PROMPT_ROWS) else (own["BLOCK_M"],)
+    for block_m, (block_n, warps, stages) in product(rows, _TILES):
+        tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
         if tile != own:
             yield tile
 
 
-def tuned(prompts: RandomPrompts, tiles: list[dict[str, int]]) -> str:
-    """Return the output line of some prompts."""
-    arguments = prompts.draw()
+def tuned(batch: RandomBatch, tiles: list[dict[str, int]]) -> str:
+    """Return the output line of a batch."""
+    arguments = batch.draw()
     times = {str(tile): time_kernels(partial(arguments.launch, tile), calls=1)["p50"] for tile in tiles}
-    rates = {name: prompts.flops / us / 1e6 for name, us in times.items()}
+    rates = {name: batch.flops / us / 1e6 for name, us in times.items()}
     own, best = str(tiles[0]), sorted(rates, key=lambda name: -rates[name])[:3]
     cells = [f"in use {rates[own]:.0f} {own}", *(f"{rates[name]:.0f} {name}" for name in best)]
-    return f"{prompts.describe()}: {'; '.join(cells)}; torch {_torch_rate(prompts, arguments):.0f}"
+    return f"{batch.describe()}: {'; '.join(cells)}; torch {_torch_rate(batch, arguments):.0f}"
 
 
-def _torch_rate(prompts: RandomPrompts, arguments: PagedAttentionArguments) -> float:
+def _torch_rate(batch: RandomBatch, arguments: PagedAttentionArguments) -> float:
     """Return the rate of torch's attention, which has no cached tokens' causal form."""
-    if prompts.cached:
+    if batch.cached:
         return float("nan")
-    shape = (prompts.requests, prompts.tokens, -1, prompts.dim)
+    shape = (batch.requests, batch.tokens, -1, batch.dim)
     query = arguments.query.view(shape).transpose(1, 2)
-    key, value = (torch.randn_like(query[:, : prompts.kv_heads]) for _ in range(2))
+    key, value = (torch.randn_like(query[:, : batch.kv_heads]) for _ in range(2))
     us = time_kernels(
         lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True), calls=4
     )["p50"]
-    return prompts.flops / us / 1e6
+    return batch.flops / us / 1e6
 
 
 def main() -> None:
     """Print the lines."""
     began = time.monotonic()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        found = list(pool.map(compiled, PROMPTS))
+        found = list(pool.map(compiled, BATCHES))
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
-    for prompts, tiles in zip(PROMPTS, found, strict=True):
-        print(tuned(prompts, tiles), flush=True)
+    for batch, tiles in zip(BATCHES, found, strict=True):
+        print(tuned(batch, tiles), flush=True)
 
 
 if __name__ == "__main__":
