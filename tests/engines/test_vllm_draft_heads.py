@@ -286,7 +286,7 @@ def test_the_variable_registers_a_subclass_for_every_architecture(heads, config,
 @pytest.mark.parametrize("value", ["8", "fp16", "16:", "fp8:", ":ids.json", "FP8"])
 def test_a_wrong_value_of_the_variable_is_refused(value, vllm_inside, monkeypatch):
     monkeypatch.setenv(DRAFT_HEAD, value)
-    with pytest.raises(ValueError, match=rf"DRAFT_HEAD must be 16 or fp8, .* got '{value}'\. Set it to 16"):
+    with pytest.raises(ValueError, match=rf"DRAFT_HEAD must be 16 or fp8, .* got '{value}'\. Unset it"):
         plug_in.register()
 
 
