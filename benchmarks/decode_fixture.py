@@ -61,9 +61,11 @@ class DecodeFixture:
         return self.num_reqs * seen * token_bytes(self.spec)
 
     def labels(self, case: str, backend: str) -> BenchRow:
-        """Return the columns that identify a row."""
+        """Return the columns that identify a row; num_tokens only if a request has several."""
         shape = {"num_reqs": self.num_reqs, "context": self.context}
-        return {"case": case, "backend": backend, "spec": self.spec.describe(), **shape}
+        tokens = self.batch.max_query_len
+        several = {"num_tokens": tokens} if tokens > 1 else {}
+        return {"case": case, "backend": backend, "spec": self.spec.describe(), **shape, **several}
 
     def builder(self, backend: AttentionBackend) -> MetadataBuilder[Any]:
         """Make a builder of the backend for this batch."""

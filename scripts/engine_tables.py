@@ -5,7 +5,7 @@ All take reports of `scripts/vllm_figures.py --engines`, newest first where ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -17,8 +17,10 @@ _Report = Mapping[str, Any]
 """See vllm_figures.py."""
 _Arm = Mapping[str, Any]
 """What a report says of an arm: its settings as "arm", its rows and its prompts."""
+_Settings = Mapping[str, Any]
+"""Of an arm, those that are wanted."""
 _LLAMA = "llama3-8b"
-_SIZES = (1, 32)
+SIZES = (1, 32)
 """Concurrent requests shown in the README."""
 _COMMAND = "`scripts/vllm_figures.py --engines`"
 _EAGLE = {"steps": 7, "weights": False, "draft_weights": False}
@@ -73,8 +75,7 @@ def our_layers(reports: Sequence[_Report]) -> str:
     both."""
     rows, sizes = [], list[int]()
     for label, settings in _LAYERS.items():
-        found = next(((report, *pair) for report in reports if all(pair := _without_and_with(report, settings))), None)
-        if not found:
+        if (found := _newest(reports, settings, _our_layers)) is None:
             continue
         report, theirs, [ours, *_] = found
         sizes = [row["requests"] for row in ours["rows"]]
@@ -90,13 +91,11 @@ def our_layers(reports: Sequence[_Report]) -> str:
 
 def readme_rows(reports: Sequence[_Report]) -> list[list[str]]:
     """Build the README's rows: `LLM` of a folder with vLLM as its baseline, and vLLM with our layers and without."""
-    sizes, rows = " / ".join(map(str, _SIZES)), []
+    sizes, rows = " / ".join(map(str, SIZES)), []
     for label, settings in _COMPARED.items():
-        found = [(each, _alike(each, settings, VLLM), _alike(each, settings, OURS)) for each in reports]
-        both_engines = [(report, theirs, ours) for report, theirs, ours in found if theirs and ours]
-        if not both_engines:
+        if (found := _newest(reports, settings, _llm)) is None:
             continue
-        report, theirs, ours = both_engines[0]
+        report, theirs, ours = found
         vllm, of = f"vLLM {theirs[0]['vllm']}", f"{source(report)}, {_COMMAND}"
         both = [f"{_fastest(theirs)} ({vllm})", f"{_fastest(ours)} (`LLM`)"]
         rows.append([f"Tokens/s of {label}, {sizes} requests", *both, of])
@@ -104,25 +103,36 @@ def readme_rows(reports: Sequence[_Report]) -> list[list[str]]:
             prompts = [median(each["prefill"]["tokens_per_s"]) for each in (theirs[0], ours[0])]
             name = f"Prompt tokens/s of {label}, {ours[0]['prefill']['requests']} prompts of 1,000 tokens"
             rows.append([name, f"{prompts[0]:,.0f} ({vllm})", f"{prompts[1]:,.0f} (`LLM`)", of])
-    for report in reports:
-        theirs, ours = _without_and_with(report, _NARROW)
-        if theirs and ours:
-            name = f"Tokens/s in vLLM of {_ALL_NARROW}, {sizes} requests"
-            both = [f"{_fastest(theirs)} (its own options)", f"{_fastest(ours)} (our layers and head)"]
-            return [*rows, [name, *both, f"{source(report)}, {_COMMAND}"]]
+    if (found := _newest(reports, _NARROW, _our_layers)) is not None:
+        report, theirs, ours = found
+        both = [f"{_fastest(theirs)} (its own options)", f"{_fastest(ours)} (our layers and head)"]
+        rows.append([f"Tokens/s in vLLM of {_ALL_NARROW}, {sizes} requests", *both, f"{source(report)}, {_COMMAND}"])
     return rows
 
 
-def _alike(report: _Report, settings: Mapping[str, Any], engine: str) -> list[_Arm]:
+def _newest(
+    reports: Sequence[_Report], settings: _Settings, ours_of: Callable[[_Report, _Settings], list[_Arm]]
+) -> tuple[_Report, list[_Arm], list[_Arm]] | None:
+    """Return the newest report that has arms of vLLM's with these settings and of ours, and these arms."""
+    found = ((report, _alike(report, settings, VLLM), ours_of(report, settings)) for report in reports)
+    return next((each for each in found if each[1] and each[2]), None)
+
+
+def _alike(report: _Report, settings: _Settings, engine: str) -> list[_Arm]:
     """Return an engine's arms with these settings, of a Llama by default."""
     wanted = ({"size": _LLAMA, "engine": engine} | dict(settings)).items()
     return [each for each in report["arms"] if each["rows"] and wanted <= ({"size": _LLAMA} | each["arm"]).items()]
 
 
-def _without_and_with(report: _Report, settings: Mapping[str, Any]) -> tuple[list[_Arm], list[_Arm]]:
-    """Return vLLM's arms with these settings, and those with our layers in draft and target and our head."""
+def _llm(report: _Report, settings: _Settings) -> list[_Arm]:
+    """Return the arms of `LLM` with these settings."""
+    return _alike(report, settings, OURS)
+
+
+def _our_layers(report: _Report, settings: _Settings) -> list[_Arm]:
+    """Return the arms of vLLM with these settings, our layers in draft and target, and our head."""
     ours = _alike(report, {**settings, "models": "draft target"}, PLUGGED)
-    return _alike(report, settings, VLLM), [each for each in ours if each["arm"].get("head")]
+    return [each for each in ours if each["arm"].get("head")]
 
 
 def _runs(found: _Arm, kind: str) -> dict[int, list[float]]:
@@ -133,7 +143,7 @@ def _runs(found: _Arm, kind: str) -> dict[int, list[float]]:
 def _fastest(arms: Sequence[_Arm]) -> str:
     """Return the speeds of the fastest of several arms: vLLM's further options help at some sizes only."""
     runs = [_runs(arm, "tokens_per_s") for arm in arms]
-    return " / ".join(f"{max(median(each[size]) for each in runs):,.0f}" for size in _SIZES)
+    return " / ".join(f"{max(median(each[size]) for each in runs):,.0f}" for size in SIZES)
 
 
 def _our_parts(arm: Mapping[str, Any]) -> Iterator[str]:

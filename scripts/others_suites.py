@@ -91,9 +91,8 @@ def run(paths: Sequence[Path], folder: Path, plugins: Sequence[Any] = (), more: 
     return outcomes.rows
 
 
-def failures(rows: Iterable[Row], names: Iterable[str]) -> list[str]:
+def failures(rows: Sequence[Row], names: Iterable[str]) -> list[str]:
     """List what is wrong: cases that failed, and names that no case ran."""
-    rows = list(rows)
     selected = {row.backend for row in rows}
     ran = {row.backend for row in rows if row.outcome in ("pass", "fail")}
     failed = [f"{row.test}: {row.reason}" for row in rows if row.outcome == "fail"]

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts import context_tables, engine_tables, strategy_times, vllm_tables
 from scripts.engine_arm import DRAFTS
 from scripts.engine_arm import OURS as LLM_ENGINE
+from scripts.engine_tables import SIZES
 from scripts.line_plot import Line, line_plot
 from scripts.markdown_table import markdown_table
 from scripts.on_gpus import card
@@ -60,8 +61,6 @@ PART_OF_KIT = frozenset({"--family", "--only", "--quick"})
 """Options of `check` that skip checks: such a report says nothing about the rest."""
 DRAFT_TOKENS = 7
 """Draft tokens per round in the figures of GPU and host time."""
-SIZES = (1, 32)
-"""Concurrent requests shown in the table."""
 OWN_TOKENS = ("graph.planned_steps_have_their_tokens", "base-round")
 """The check and case that show whether a draft step attends to the tokens drafted earlier in its round."""
 NO_DRAFT, THEIRS, OURS, IN_PLACE = "", REBUILT, GROUPED.ours[0], BASE

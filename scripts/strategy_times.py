@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -100,9 +101,9 @@ def state_table(report: dict[str, Any]) -> str:
     for (recurrence, drafted, requests), found in sorted(timed.items()):
         columns = [us for name, us in found.items() if name.startswith("columns")]
         if _STATES in found and columns:
-            times = [found[_STATES], min(columns), *(found[name] for name in ("vllm",) if name in found)]
-            cells = [f"{us:,.1f}" for us in times] + ["–"] * (3 - len(times))
-            rows.append([f"`{recurrence}`", str(drafted), str(requests), *cells, f"{min(times[1:]) / times[0]:.2f}"])
+            ours, peers = found[_STATES], [min(columns), found.get("vllm", math.inf)]
+            cells = [f"{us:,.1f}" if us < math.inf else "–" for us in (ours, *peers)]
+            rows.append([f"`{recurrence}`", str(drafted), str(requests), *cells, f"{min(peers) / ours:.2f}"])
     if not rows:
         raise ValueError("the report has no step of states with its peers: nothing to show on their page")
     env, numbers = report["env"], ["K", "requests", f"`{_STATES}`", "1 + K states", "vLLM's kernel", "times as fast"]

@@ -28,7 +28,7 @@ from builders.devices import Room
 from tests.import_graph import module_files
 
 _REGISTERS = 1 << 16
-"""Of an SM. Of its shared memory, a program takes 1 KiB more than it asks for, and can ask for all but that."""
+"""Of an SM."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -64,7 +64,8 @@ class Compiled:
         return self._used("STACK")
 
     def resident(self, room: Room) -> int:
-        """Return how many programs an SM has registers and shared memory for."""
+        """Return how many programs an SM has registers and shared memory for, of which each takes 1 KiB more than it
+        asks for, and can ask for all but that."""
         registers = -(-self._used("REG") // 8) * 8 * 32 * int(self.kernel.metadata.num_warps)
         return min(_REGISTERS // registers, (room.shared_memory + 1024) // (self.shared + 1024))
 

@@ -149,7 +149,5 @@ def comparison_rows(
 def _row(bench: Bench, comparison: PeerComparison, fixture: DecodeFixture, name: str, gpu_us: Quantiles) -> BenchRow:
     floor = bench.floor_us(fixture.kv_bytes) if comparison.cold else None
     share = floor and round(floor / gpu_us["p50"], 4)
-    labels = fixture.labels(comparison.case, name) | (
-        {"num_tokens": comparison.tokens} if comparison.tokens > 1 else {}
-    )
+    labels = fixture.labels(comparison.case, name)
     return {**labels, "gpu_us": gpu_us, "floor_us": floor, "floor_counts": floor and SEEN, "share_of_bandwidth": share}

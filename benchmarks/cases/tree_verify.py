@@ -34,7 +34,7 @@ def tree_rows(bench: Bench) -> Iterator[BenchRow]:
                 ]
                 chain, tree = (_time(fixture, backend) for fixture in fixtures)
                 labels = fixtures[1].labels("tree-verify", backend.name)
-                row = {**labels, "context": _CONTEXT, "num_tokens": num_tokens}
+                row = {**labels, "context": _CONTEXT}
                 yield {**row, "tree": False, "gpu_us": chain}
                 ratio = round(tree["p50"] / chain["p50"], 3)
                 yield with_limits({**row, "tree": True, "gpu_us": tree, "chain_ratio": ratio}, _LIMIT)
