@@ -75,9 +75,9 @@ class RandomBatch:
 BATCHES = (
     RandomBatch(8, 1000, 0, 8, 128), RandomBatch(1, 8192, 0, 8, 128), RandomBatch(1, 8192, 24576, 8, 128),
     RandomBatch(8, 1000, 0, 8, 64), RandomBatch(8, 1000, 0, 4, 256), RandomBatch(8, 1000, 0, 32, 128),
-    # As many programs as an H200 holds, and those that it was given before.
-    *(RandomBatch(1, 8, 98304, 8, 128, splits) for splits in (33, 49, 64)),
-    *(RandomBatch(8, 8, 32768, 8, 128, splits) for splits in (4, 6, 8)),
+    # Two programs for each of an H200's SMs, and three.
+    *(RandomBatch(1, 8, 98304, 8, 128, splits) for splits in (33, 49)),
+    *(RandomBatch(8, 8, 32768, 8, 128, splits) for splits in (4, 6)),
 )  # fmt: skip
 
 

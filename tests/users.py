@@ -9,10 +9,10 @@ checks = ["contract.*", "*[[]base-decode]", "drafter.*[[]k4-n3*"]
 assert check_backend("torch_reference", device=torch.device("cpu"), checks=checks).results
 """
 USERS = {
-    "plug-in": ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_300),
-    "plug-in, linear layers": ("from tests.engines.any_vllm import load_linear_methods\nload_linear_methods()", 13_130),
+    "plug-in": ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_360),
+    "plug-in, linear layers": ("from tests.engines.any_vllm import load_linear_methods\nload_linear_methods()", 13_190),
     "drafter": ("import spec_decode.drafter", 11_900),
-    "kit": ("import spec_decode.conformance", 20_420),
+    "kit": ("import spec_decode.conformance", 20_450),
     "check": (CHECK, 20_700),
-    "LLM": ("import spec_decode.llm", 29_680),
+    "LLM": ("import spec_decode.llm", 29_710),
 }

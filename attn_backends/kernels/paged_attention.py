@@ -19,6 +19,7 @@ from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.devices import room_of
 from builders.errors import BatchError
+from builders.kernels.kv_blocks import block_of
 from builders.kernels.op import define_op
 from builders.kernels.rows import whole_rows
 from builders.kernels.sizes import cdiv, next_power_of_2
@@ -32,6 +33,10 @@ _MOST_ROWS, _MORE_ROWS, _LONG_PROMPT = 64, 128, 2048
 """Rows per tile; those of prompts in 16 bits that are faster so: with heads of 256 dims, and from this many queries on
 with heads of 128. With 1,000 and 8,192 queries, and 8,192 after 24,576 tokens, heads of 128 reach 228, 323 and 345
 teraflops a second in 128 rows, 233, 306 and 314 in 64; heads of 64 185 and 200 (H200; not timed over 8-bit caches)."""
+
+
+_LEAST_DIMS = 16
+"""Of a program that merges: 64 bytes of each split."""
 
 
 class PagedAttentionArguments(NamedTuple):
@@ -95,10 +100,16 @@ class PagedAttentionArguments(NamedTuple):
             )
 
     @property
+    def _whole_blocks(self) -> bool:
+        """Whether blocks of tokens that all rows of a tile see have a loop of their own: without a window or a cap, and
+        not where each row needs the same operations in any batch."""
+        return not (self.sliding_window or self.soft_cap or self.batch_invariant) and self.scale > 0
+
+    @property
     def _is_prompt(self) -> bool:
-        """Whether most blocks of tokens are seen whole by all rows of their tile."""
-        plain = self.causal and self.tree_masks is None and not (self.sliding_window or self.soft_cap)
-        return plain and self.max_query_len > MAX_TREE_TOKENS and self.scale > 0 and not self.batch_invariant
+        """Whether products, not loads, take most of the time."""
+        chain = self.causal and self.tree_masks is None
+        return chain and self.max_query_len > MAX_TREE_TOKENS and self._whole_blocks
 
     def reference(self) -> torch.Tensor:
         self._check()
@@ -237,7 +248,7 @@ class PagedAttentionArguments(NamedTuple):
             SLIDING_WINDOW=self.sliding_window or 0,
             IS_CAUSAL=self.causal,
             TREE=self.tree_masks is not None,
-            WHOLE_BLOCKS=self._is_prompt,
+            WHOLE_BLOCKS=self._whole_blocks,
             HAS_SOFTCAP=bool(self.soft_cap),
             HAS_SINKS=sinks is not None and not split,  # with several splits the merge adds them
             HAS_SCALES=self.key_scale is not None,
@@ -252,7 +263,7 @@ class PagedAttentionArguments(NamedTuple):
         return out.to(query.dtype)
 
     def own_tile(self) -> dict[str, int]:
-        """Return BLOCK_M and what `tile_config` returns for the op's sizes and device."""
+        """Return BLOCK_M and what `tile_config` or `prompt_tile` returns for the op's sizes and device."""
         query, splits, kv_heads = self.query, self.num_splits, self.value_cache.shape[2]
         room, size, group = room_of(query.device), query.element_size(), query.shape[1] // kv_heads
         width = next_power_of_2(query.shape[2]) + next_power_of_2(self.value_cache.shape[3])
@@ -261,12 +272,16 @@ class PagedAttentionArguments(NamedTuple):
         most = _MORE_ROWS if faster and prompt and size == 2 and room.wgmma else _MOST_ROWS
         # tl.dot needs at least 16 rows. A batch-invariant tile must not depend on max_query_len, which varies by batch.
         block_m = max(16, min(most, next_power_of_2(group if invariant else max_rows)))
+        row_bytes = width * size
+        if prompt:
+            return {"BLOCK_M": block_m, **prompt_tile(row_bytes=row_bytes, block_m=block_m, wgmma=room.wgmma)}
         programs = self.seq_lens.shape[0] * cdiv(max_rows, block_m) * kv_heads * splits
         seen = min(self.max_seq_len, self.sliding_window or self.max_seq_len)
-        tokens, alone = SPLIT_TOKENS if invariant else cdiv(seen, splits), not invariant and programs <= room.num_sms
         config = tile_config(
-            row_bytes=width * size, tokens=tokens, alone=alone, block_m=block_m, prompt=prompt, wgmma=room.wgmma
-        )
+            block_n=block_of(block_m, row_bytes, size, room).tokens, row_bytes=row_bytes,
+            tokens=SPLIT_TOKENS if invariant else cdiv(seen, splits),
+            alone=not invariant and programs <= room.num_sms, block_m=block_m, wgmma=room.wgmma,
+        )  # fmt: skip
         return {"BLOCK_M": block_m, **config}
 
 
@@ -281,10 +296,14 @@ def launch_merge(
 ) -> None:
     """Merge partial fp32 [S, T, Hq, Dv] by lse fp32 [S, T, Hq] into out [T, Hq, Dv]; in_order: see merge_kernel.
 
-    partial can be unwritten for a split whose lse is -inf.
+    partial can be unwritten for a split whose lse is -inf. A program takes as many dims as its threads have registers
+    for, 64 each.
     """
     splits, tokens, heads, value_dim = partial.shape
-    merge_kernel[(tokens, heads)](
+    block_s = next_power_of_2(splits)
+    dims = 64 * 32 * num_warps // (1 if in_order else block_s)
+    block_dv = min(next_power_of_2(value_dim), max(_LEAST_DIMS, dims))
+    merge_kernel[(tokens, heads, cdiv(value_dim, block_dv))](
         o_partial_ptr=partial,
         lse_ptr=lse,
         sinks_ptr=sinks,
@@ -292,9 +311,9 @@ def launch_merge(
         num_tokens=tokens,
         HEADS=heads,
         VALUE_DIM=value_dim,
-        BLOCK_DV=next_power_of_2(value_dim),
+        BLOCK_DV=block_dv,
         NUM_SPLITS=splits,
-        BLOCK_S=next_power_of_2(splits),
+        BLOCK_S=block_s,
         HAS_SINKS=sinks is not None,
         IN_ORDER=in_order,
         num_warps=num_warps,
@@ -308,32 +327,36 @@ def _tokens(cache: torch.Tensor, pages: torch.Tensor, length: int, scale: torch.
     return stored if scale is None else stored * scale[:, None, None]
 
 
-def tile_config(*, row_bytes: int, tokens: int, alone: bool, block_m: int, prompt: bool, wgmma: bool) -> dict[str, int]:
+def tile_config(*, block_n: int, row_bytes: int, tokens: int, alone: bool, block_m: int, wgmma: bool) -> dict[str, int]:
     """Choose the KV tokens per block and the launch options: the fastest of those tried on an H200.
 
-    row_bytes: of a token's key and value in the query's dtype; tokens: per split, approximately; alone: whether no SM
-    has two programs; prompt: whether blocks that all rows see have a loop of their own. wgmma: see `Room`. Without it,
-    registers also hold the operands of 64 rows, and run out with larger tiles.
+    block_n: the most tokens; row_bytes: of a token's key and value in the query's dtype; tokens: per split,
+    approximately; alone: whether no SM has two programs. wgmma: see `Room`. Without it, registers also hold the
+    operands of 64 rows, and run out with larger tiles.
 
-    A program alone on its SM is bound by the latency of its loads, and more warps keep more of them in flight. So is
-    one of a block or two, where a pipeline only adds latency. Others are bound by bandwidth: fewer stages let more run.
+    A program of a block or two is bound by the latency of its loads: a pipeline only adds to that, and more warps keep
+    more loads in flight.
     """
-    block_n = 64 if row_bytes <= 512 else 32 if row_bytes <= 1024 else 16
-    if tokens <= block_n // 2 and block_n > 16:
+    while tokens <= block_n // 2 and block_n > 16:
         block_n //= 2
-    stages = 1 if alone or tokens <= 2 * block_n else 2
-    warps = 8 if alone and block_m == 16 else 4
-    if prompt and wgmma and row_bytes <= 512:
+    few = tokens <= 2 * block_n
+    stages, warps = 1 if few else 2, 8 if few and alone and block_m == 16 else 4
+    if block_m == 64 and not wgmma:
+        block_n, warps = min(block_n, 32), 8 if row_bytes >= 512 else 4
+    return {"BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+
+
+def prompt_tile(*, row_bytes: int, block_m: int, wgmma: bool) -> dict[str, int]:
+    """Choose what `tile_config` does, for prompts."""
+    if row_bytes <= 512 if wgmma else row_bytes < 512:
         # Small tiles leave room for more programs on an SM: while one takes exponentials, another multiplies.
-        block_n, stages = 32, 2
-    elif prompt and block_m > _MOST_ROWS:
+        block_n, warps, stages = 32, 4, 2
+    elif block_m > _MOST_ROWS:
         # Heads of 256 dims: 281 teraflops a second; in tiles of 64 rows and 32 tokens, 118 (H200).
         block_n, warps, stages = 64, 8, 2
-    elif prompt and (wgmma or row_bytes >= 512):
+    else:
         # With a third stage, a block's page numbers are there before its tokens are asked for.
-        warps, stages = 8, 3 if wgmma else 2
-    elif block_m == 64 and not wgmma:
-        block_n, warps = min(block_n, 32), 8 if row_bytes >= 512 else 4
+        block_n, warps, stages = 64 if row_bytes <= 512 else 32 if row_bytes <= 1024 else 16, 8, 3 if wgmma else 2
     return {"BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
 
@@ -382,7 +405,7 @@ def attention_kernel(
     SLIDING_WINDOW: tl.constexpr,  # tokens that a query sees, itself included; 0 is all
     IS_CAUSAL: tl.constexpr,
     TREE: tl.constexpr,  # query tokens see each other by tree_masks
-    WHOLE_BLOCKS: tl.constexpr,  # a loop of its own for blocks that all rows see whole: see _is_prompt
+    WHOLE_BLOCKS: tl.constexpr,  # a loop of its own for blocks that all rows see: see _whole_blocks
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
@@ -461,9 +484,14 @@ def attention_kernel(
     k_cache_ptr += kv_head.to(tl.int64) * stride_k_head
     v_cache_ptr += kv_head.to(tl.int64) * stride_v_head
     if WHOLE_BLOCKS:
-        # The first row sees the fewest tokens. Scores stay unscaled until they are exponents: one operation for both.
+        # Scores stay unscaled until they are exponents: one operation for both.
         factor = sm_scale * LOG2_E
-        seen_by_all = context_len + (m_block * BLOCK_M) // GROUP + 1
+        if TREE:
+            seen_by_all = context_len
+        elif IS_CAUSAL:
+            seen_by_all = context_len + (m_block * BLOCK_M) // GROUP + 1  # the first row sees the fewest tokens
+        else:
+            seen_by_all = kv_end
         whole = tl.maximum(lo, tl.minimum(hi, seen_by_all // BLOCK_N))
         for n_block in range(lo, whole):
             offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -610,23 +638,25 @@ def merge_kernel(
     num_tokens,  # T
     HEADS: tl.constexpr,  # Hq
     VALUE_DIM: tl.constexpr,  # Dv
-    BLOCK_DV: tl.constexpr,  # Dv, rounded up to a power of two
+    BLOCK_DV: tl.constexpr,  # dims per program
     NUM_SPLITS: tl.constexpr,  # S
     BLOCK_S: tl.constexpr,  # S, rounded up to a power of two
     HAS_SINKS: tl.constexpr,
     IN_ORDER: tl.constexpr,  # add the splits one after another
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """o = sum of 2^lse_i o_i / (sum of 2^lse_i + e^sink) over the splits i. One program per head of a query token.
+    """o = sum of 2^lse_i o_i / (sum of 2^lse_i + e^sink) over the splits i. One program per BLOCK_DV dims of a head
+    of a query token.
 
-    Grid [T, Hq]. IN_ORDER: splits are added one after another, so those without tokens change no bit of the sum.
+    Grid [T, Hq, Dv / BLOCK_DV, rounded up]. IN_ORDER: splits are added one after another, so those without tokens
+    change no bit of the sum.
     """
     M_INIT: tl.constexpr = -3.0e38  # finite, for when no split saw a token
     await_previous(PDL)
     q_token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
-    offs_dv = tl.arange(0, BLOCK_DV)
+    offs_dv = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     # 1. Load each split's lse [S] and o [S, Dv]; with IN_ORDER, the loop in step 3 loads o
     offs = (split.to(tl.int64) * num_tokens + q_token) * HEADS + head
     lse = tl.load(lse_ptr + offs, mask=split < NUM_SPLITS, other=float("-inf"))

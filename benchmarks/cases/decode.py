@@ -94,6 +94,8 @@ COMPARISONS = (
             GQA,
             replace(GQA, head_dim=64, value_dim=64, scale=None),
             replace(GQA, num_q_heads=16, num_kv_heads=4, head_dim=256, value_dim=256, scale=None),
+            # A fourth of a model with 8 KV heads.
+            replace(GQA, num_q_heads=16, num_kv_heads=2),
         ),
         num_reqs=(1, 8),
         contexts=(1024, 8192, 32768, 98304),

@@ -47,6 +47,21 @@ def test_prompt_sees_whole_blocks_and_the_one_at_its_end(cached, spec, splits):
     torch.testing.assert_close(by_kernel, wanted, **close)
 
 
+@pytest.mark.parametrize("cached", [30, 31, 32])
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(
+    ("form", "causal"), [("chain", True), ("chain", False), ("tree", True)], ids=["chain", "block", "tree"]
+)
+def test_few_queries_see_whole_blocks_too(form, causal, splits, cached):
+    """A block of 32 tokens ends behind what the first query of each request sees, at its end, and before it."""
+    query_lens, masks = FORMS[form]
+    lens = [cached + count for count in query_lens]
+    args = paged(PLAIN, (query_lens, lens, None), splits, None if masks is None else torch.tensor(masks))
+    arguments = PagedAttentionArguments(*args)._replace(causal=causal)
+    by_kernel = arguments.launch({"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1})
+    torch.testing.assert_close(by_kernel, arguments.reference(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("batch", "sizes"),
     [((1, 66, 3, 2, 64), [(64, 32), (128, 32), (128, 64)]), ((1, 3, 66, 1, 64, 2), [(16, 64), (16, 32)])],
@@ -81,15 +96,16 @@ def test_multi_token_window_may_start_anywhere_in_page(query_lens, masks, splits
         assert_reads_no_token_before_the_windows(spec, query_lens, [first, first + 2, first + 4], splits, masks)
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-def test_merge_ignores_splits_without_tokens(in_order):
+@pytest.mark.parametrize(("in_order", "splits"), [(False, 3), (True, 3), (False, 128)])
+def test_merge_ignores_splits_without_tokens(in_order, splits):
+    """A program merges 16 of the 40 dims of 128 splits."""
     generator = torch.Generator().manual_seed(1)
-    partial, lse = torch.randn(3, 2, 4, 10, generator=generator), torch.randn(3, 2, 4, generator=generator)
+    partial, lse = torch.randn(splits, 2, 4, 40, generator=generator), torch.randn(splits, 2, 4, generator=generator)
     lse[1, 0], lse[:, 1, 3] = -torch.inf, -torch.inf
     wanted = (partial.double() * lse.double().exp2()[..., None]).sum(0)
     wanted /= lse.double().exp2().sum(0).clamp(min=1e-30)[..., None]
     partial[lse == -torch.inf] = torch.nan  # as unwritten memory may hold
-    out = torch.empty(2, 4, 10)
+    out = torch.empty(2, 4, 40)
     launch_merge(partial, lse, None, out, in_order=in_order, num_warps=1)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6)
 

@@ -8,7 +8,7 @@ import torch
 from attn_backends import KVCache, get
 from attn_backends.base import check_forward_inputs
 from attn_backends.kernels import paged_attention
-from attn_backends.kernels.paged_attention import PagedAttentionArguments, tile_config
+from attn_backends.kernels.paged_attention import PagedAttentionArguments, prompt_tile, tile_config
 from builders import AttentionKind, BatchBuffers, BatchError
 from builders.devices import Room
 from tests.attn_backends.kernels.attention_oracle import attend, tokens_of
@@ -177,24 +177,40 @@ def test_misread_forward_inputs_raise_batch_error(change, message):
 
 
 @pytest.mark.parametrize(
-    ("row_bytes", "tokens", "alone", "block_m", "tile"),
+    ("block_n", "tokens", "alone", "block_m", "wgmma", "tile"),
     [
-        pytest.param(512, 512, False, 64, (32, 4, 2), id="a prompt"),
-        pytest.param(1024, 512, False, 64, (32, 8, 3), id="a prompt of wide rows"),
-        pytest.param(512, 4096, False, 128, (32, 4, 2), id="a long prompt"),
-        pytest.param(1024, 512, False, 128, (64, 8, 2), id="a prompt with wide heads"),
-        pytest.param(512, 32, True, 16, (32, 8, 1), id="one request of few KV heads"),
-        pytest.param(512, 256, True, 16, (64, 8, 1), id="one request, a longer context"),
-        pytest.param(512, 64, True, 32, (64, 4, 1), id="an extend alone"),
-        pytest.param(512, 64, False, 16, (64, 4, 1), id="one block a program"),
-        pytest.param(512, 512, False, 16, (64, 4, 2), id="many blocks a program"),
-        pytest.param(1024, 512, False, 16, (32, 4, 2), id="wide heads"),
-        pytest.param(2048, 8, False, 16, (16, 4, 1), id="no block below a matrix product's least"),
+        pytest.param(128, 32, True, 16, True, (32, 8, 1), id="one request of few KV heads"),
+        pytest.param(128, 256, True, 16, True, (128, 8, 1), id="one request, a longer context"),
+        pytest.param(128, 257, True, 16, True, (128, 4, 2), id="one with many blocks"),
+        pytest.param(128, 64, True, 32, True, (64, 4, 1), id="an extend alone"),
+        pytest.param(128, 65, False, 16, True, (128, 4, 1), id="one block a program"),
+        pytest.param(128, 257, False, 32, True, (128, 4, 2), id="many blocks a program"),
+        pytest.param(32, 8, False, 16, True, (16, 4, 1), id="no block below a matrix product's least"),
+        pytest.param(64, 4096, False, 64, True, (64, 4, 2), id="a block of drafts"),
+        pytest.param(64, 4096, False, 64, False, (32, 8, 2), id="the same without products from shared memory"),
     ],
 )
-def test_tile_config_follows_program_bound(row_bytes, tokens, alone, block_m, tile):
-    sizes = {"row_bytes": row_bytes, "tokens": tokens, "alone": alone, "block_m": block_m}
-    config = tile_config(**sizes, prompt=block_m >= 64, wgmma=True)
+def test_tile_config_follows_program_bound(block_n, tokens, alone, block_m, wgmma, tile):
+    config = tile_config(
+        block_n=block_n, row_bytes=512, tokens=tokens, alone=alone, block_m=block_m, wgmma=wgmma
+    )  # fmt: skip
+    assert (config["BLOCK_N"], config["num_warps"], config["num_stages"]) == tile
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "block_m", "wgmma", "tile"),
+    [
+        pytest.param(512, 64, True, (32, 4, 2), id="a prompt"),
+        pytest.param(512, 128, True, (32, 4, 2), id="a long prompt"),
+        pytest.param(1024, 64, True, (32, 8, 3), id="wide rows"),
+        pytest.param(2048, 64, True, (16, 8, 3), id="wider rows"),
+        pytest.param(1024, 128, True, (64, 8, 2), id="wide heads"),
+        pytest.param(256, 64, False, (32, 4, 2), id="narrow heads on other chips"),
+        pytest.param(512, 64, False, (64, 8, 2), id="a prompt on other chips"),
+    ],
+)
+def test_prompts_have_tiles_of_their_own(row_bytes, block_m, wgmma, tile):
+    config = prompt_tile(row_bytes=row_bytes, block_m=block_m, wgmma=wgmma)
     assert (config["BLOCK_N"], config["num_warps"], config["num_stages"]) == tile
 
 
