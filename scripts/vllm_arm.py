@@ -298,8 +298,11 @@ def watched_runs(generate: Callable[[], Run], compare: Callable[[bool], dict[str
     before = compare(True)
     for turn in range(2 * WATCHED_MOST):
         # Over two of each, both come first equally often.
-        if turn >= 2 * WATCHED_REPEATS and turn % 4 == 0 and compare(True)["rounds"] > before["rounds"]:
-            break
+        if turn >= 2 * WATCHED_REPEATS and turn % 4 == 0:
+            so_far = compare(True)
+            # A difference ends the comparisons.
+            if so_far["found"] or so_far["rounds"] > before["rounds"]:
+                break
         watches = turn % 4 in (0, 3)
         compare(watches)
         runs[watches].append(generate())

@@ -67,6 +67,12 @@ class HybridRunner(StateEngine):
         self._free_blocks += self._blocks.pop(request)
         self._free_rows.append(self.indices.pop(request))
 
+    def warm_up(self, rows: int) -> None:
+        """Build for a batch that no request is in, as vLLM does while it starts, and alongside other ranks."""
+        from vllm.v1.worker.gpu.input_batch import InputBatch
+
+        self._build(InputBatch.make_dummy(rows, rows * _WIDTH, self._buffers), full=False)
+
     def run(self, steps: Sequence[DrawnStep], padding: int) -> None:
         by_name = {str(place): step for place, step in enumerate(steps)}
         state, uniform = self._gather(by_name)
@@ -159,6 +165,7 @@ class HybridRunner(StateEngine):
             dcp_local_seq_lens=None,
             positions=self._buffers.positions,
             prompt_lens=None,
+            prefill_len_np=state.prefill_len_np,
             is_prefilling_np=state.is_prefilling_np,
             prefill_runs_as_decode_np=state.prefill_runs_as_decode_np,
             graph=graph,

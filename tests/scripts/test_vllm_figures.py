@@ -286,6 +286,8 @@ def test_runs_repeat_until_something_is_compared():
     assert WATCHED_REPEATS < len(row["tokens_per_s"]) == len(row["unwatched_tokens_per_s"]) < WATCHED_MOST
     row = watched_runs(lambda: (1.0, [[1]]), lambda on: {"rounds": 0, "seconds": 0.0, "found": None})
     assert row["compared"] == 0 and len(row["tokens_per_s"]) == WATCHED_MOST
+    row = watched_runs(lambda: (1.0, [[1]]), lambda on: {"rounds": 0, "seconds": 0.0, "found": "a count"})
+    assert row["difference"] == "a count" and len(row["tokens_per_s"]) == WATCHED_REPEATS
 
 
 def test_arm_names_are_unique():

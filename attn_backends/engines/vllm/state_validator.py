@@ -76,8 +76,8 @@ class StateRecorder:
         before, self._before = self._before, None
         if not (self.paused or self.found) and (before is not None or self.pace.due):
             begin = self.pace.clock()
-            # A batch that is no requests', as vLLM runs alongside other ranks, has no indices.
-            if batch.num_reqs and not bool((batch.idx_mapping[: batch.num_reqs] < 0).any()):
+            # vLLM's warm-ups, and its runs alongside other ranks, have the indices of requests, but no prompts.
+            if batch.num_reqs and batch.prefill_len_np[: batch.num_reqs].all():
                 step = _step(batch)
                 if before is None:
                     self._before, self._added = step, set()
