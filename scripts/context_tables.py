@@ -30,6 +30,9 @@ _SHOWN = ("eagle", "llama3-8b")
 _COMPARED = ((FLASH_ATTN, FA2, False), (FLASH_ATTN, FA2, True), (TRITON, 0, True), (FLASH_ATTN, 0, True))
 """vLLM's engines that ours are divided by: target, version, and whether there is a draft."""
 
+_KERNELS = ("triton_paged", "flash_attn3")
+"""Backends whose attention alone is compared."""
+
 _Report = Mapping[str, Any]
 """See vllm_figures.py."""
 _Arm = Mapping[str, Any]
@@ -88,6 +91,32 @@ def ratios(report: _Report) -> str:
             markdown_table(["ours", "vLLM's", "its draft", *heads], rows, heads),
         ]
     return "\n\n".join(blocks)
+
+
+def kernels(report: _Report) -> str:
+    """Return the time of attention alone by context, of `triton_paged` and FlashAttention-3, and their ratio, from the
+    bench's report. Raises ValueError if it has neither."""
+    times = {
+        (row["spec"].partition(", page")[0], row["num_reqs"], row["context"], row["backend"]): row["gpu_us"][1]
+        for row in report["rows"]
+    }
+    contexts = sorted({context for _, _, context, _ in times})
+    rows = []
+    for spec, requests in dict.fromkeys((spec, requests) for spec, requests, _, _ in times):
+        pairs = [[times.get((spec, requests, each, name)) for name in _KERNELS] for each in contexts]
+        if all(None in pair for pair in pairs):
+            continue
+        cells = [ABSENT if None in pair else _of_kernels(*pair) for pair in pairs]  # type: ignore[arg-type]
+        rows.append([spec, str(requests), *cells])
+    if not rows:
+        raise ValueError(f"the bench's report has no times of {' and '.join(_KERNELS)}: nothing to show on the page")
+    heads = list(map(thousands, contexts))
+    title = f"{source(report)}, `{report['command'].partition(' --device')[0]}`:"
+    return f"{title}\n\n{markdown_table(['query / KV heads', 'req.', *heads], rows, ['req.', *heads])}"
+
+
+def _of_kernels(ours: float, theirs: float) -> str:
+    return f"{ours:,.0f} / {theirs:,.0f} ({ours / theirs:.2f})"
 
 
 def cost(report: _Report) -> str:

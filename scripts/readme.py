@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts import context_tables, engine_tables, strategy_times, vllm_tables
+from scripts import context_tables, engine_tables, strategy_times, trained_tables, vllm_tables
 from scripts.engine_arm import DRAFTS
 from scripts.engine_arm import OURS as LLM_ENGINE
 from scripts.engine_tables import SIZES
@@ -43,6 +43,10 @@ VLLM, LATENTS, PAIR = "h100/vllm.json", "h100/vllm-latents.json", "h100/vllm-pai
 """Reports of vLLM: of all drafts on one GPU but those over 128 heads of latents, of these, and on two GPUs."""
 CONTEXTS = "h200/contexts.json"
 """Report of vLLM over long contexts."""
+VERIFY = "h200/bench-paged-verify.json"
+"""Report of attention of a few tokens over long contexts, beside FlashAttention-3 and FlashInfer."""
+TRAINED = "h200/trained.json"
+"""Report of a trained model in vLLM."""
 ENGINES = "h200/engines*.json"
 """Reports of vLLM beside `LLM`. The newest one that has both engines with some settings is shown."""
 ON_CPU = "cpu/bench-cpu.json"
@@ -123,10 +127,12 @@ def contents(root: Path) -> dict[Path, str]:
             "context speeds": context_tables.speeds(contexts),
             "context ratios": context_tables.ratios(contexts),
             "context prompts": context_tables.prompts(contexts),
+            "attention alone": context_tables.kernels(_load(root, VERIFY)),
         },
         VLLM_FIGURES: {
             "work of the readme": work(vllm, engines.values()),
             "whole engines": "\n\n".join(engine_tables.figures(*each) for each in engines.items()),
+            "trained": trained_tables.table(_load(root, TRAINED)),
             "vllm figures": "\n\n".join(
                 vllm_tables.figures(report, name) for report, name in ((vllm, VLLM), (latents, LATENTS), (pair, PAIR))
             ),

@@ -206,3 +206,22 @@ def test_sentences_of_the_page_hold_in_the_report() -> None:
     assert "faster than\nFlashAttention-2 from 8k of context on in our figures, but slower than ours" in page
     for (context, _), of in speeds.items():
         assert context < 8192 or of[f"{FLASH_ATTN} 2"] < of[f"{TRITON} 0"] < min(of[first], of[second])
+
+
+def test_attention_alone_has_both_times_and_their_ratio() -> None:
+    def timed(backend: str, context: int, us: float, **more: Any) -> dict[str, Any]:
+        row = {"spec": "32/8 heads, dim 128, page 16, bfloat16", "num_reqs": 1, "context": context, "backend": backend}
+        return {**row, "gpu_us": [0.0, us, 0.0], **more}
+
+    rows = [timed("triton_paged", 1024, 6.0), timed("flash_attn3", 1024, 12.0), timed("triton_paged", 98304, 1100.0)]
+    rows += [timed("flashinfer", 98304, 1.0), timed("triton_paged", 1024, 5.0, num_reqs=8)]
+    found = {**report(), "command": "attn-backends bench paged-verify --device cuda", "rows": rows}
+    title, table = context_tables.kernels(found).split("\n\n")
+    assert title.endswith(", `attn-backends bench paged-verify`:")
+    assert table.splitlines() == [
+        "| query / KV heads | req. | 1k | 96k |",
+        "| --- | ---: | ---: | ---: |",
+        "| 32/8 heads, dim 128 | 1 | 6 / 12 (0.50) | – |",
+    ]
+    with pytest.raises(ValueError, match="no times of triton_paged and flash_attn3"):
+        context_tables.kernels({**found, "rows": rows[-1:]})

@@ -68,7 +68,7 @@ FIGURES = [
     ),
     ("h200/contexts.json", "[1861.3,1860.9]", "[2178.1,2178.1]", "20 % with 8 requests (32k of context)"),
     ("h200/contexts.json", "14693.2", "10000.0", "has 1.37 times FlashAttention-3's"),
-    ("h200/engines-our-layers.json", "[7362.8,7376.2,7386.6]", "[7399.0,7376.2,7386.6]", "579 / 7,387 (`LLM`)"),
+    ("h200/engines.json", "[7265.7,7246.8,7237.2]", "[7299.0,7266.8,7237.2]", "543 / 7,267 (`LLM`)"),
     ("h200/engines-hybrid.json", "[17025.4,16437.2,17135.9]", "[17055.4,17155.2,17135.9]", "816 / 17,136 (`LLM`)"),
     (
         "h200/engines-our-layers-8-bits.json",
@@ -76,7 +76,7 @@ FIGURES = [
         "[723.3,724.5,700.5]",
         "723 / 9,734 (its own options)",
     ),
-    ("h200/engines-hybrid.json", '"kept":1.8', '"kept":1.7', "1.7 of 3 with MTP and 3.2 of 7"),
+    ("h200/engines-hybrid.json", '"kept":1.8', '"kept":1.7', "with EAGLE and 1.7 of 3 with MTP"),
     ("h100/bench-drafter.json", "15674.0", "8674.0", "8.7 ms"),
     ("h100/bench-llama3-8b-eagle-compiled.json", "3229.4", "3354.2", "3.35 / 3.95 ms (`torch.compile`"),
     ("h100/bench-llama3-8b-eagle-compiled.json", "3702.6", "3786.1", "3.07 / 3.79 ms"),
