@@ -12,7 +12,7 @@ USERS = {
     "plug-in": ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_360),
     "plug-in, linear layers": ("from tests.engines.any_vllm import load_linear_methods\nload_linear_methods()", 13_190),
     "drafter": ("import spec_decode.drafter", 11_900),
-    "kit": ("import spec_decode.conformance", 20_450),
+    "kit": ("import spec_decode.conformance", 20_500),
     "check": (CHECK, 20_700),
-    "LLM": ("import spec_decode.llm", 29_710),
+    "LLM": ("import spec_decode.llm", 29_830),
 }

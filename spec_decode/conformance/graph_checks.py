@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from builders import BatchBuffers, MetadataBuilder, advance_state, set_extend_state
+from builders import BatchBuffers, GraphSupport, MetadataBuilder, advance_state, set_extend_state
 from spec_decode.conformance.cases import base_cases, joined, spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
 from spec_decode.graphs import runtime_for
-from spec_decode.testing.batches import DECODE, VERIFY, Batch, Case
+from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Batch, Case
 from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.metadata_fields import expect_same_fields
-from spec_decode.testing.outcome import Measurements, expect, worst
+from spec_decode.testing.outcome import Measurements, Unsupported, expect, worst
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 
@@ -205,3 +205,51 @@ def verify_replays_over_other_batches(subject: Subject, case: Case) -> Measureme
     graph.replay()
     fixture.expect_cache(batch.seq_lens, contract="writes of a replayed uniform step")
     return fixture.assert_within_budget(out, batch.seq_lens, queries, contract="a replayed uniform step")
+
+
+_SHORTER = Batch((5, 2), (35, 17), RAGGED.rows)
+"""Fewer requests and tokens than RAGGED."""
+
+
+@check(
+    "a captured step of prompts beside decodes, padded to more tokens, is right when replayed over other batches",
+    base_cases({"ragged": RAGGED}),
+    advances=True,
+    since=(1, 3),
+)
+def ragged_replays_over_other_batches(subject: Subject, case: Case) -> Measurements:
+    if subject.backend.builder.graph_support < GraphSupport.ALWAYS:
+        raise Unsupported("graphs are claimed only for batches whose requests have one number of tokens")
+    batch, fixture = case.batch, PagedFixture(subject, case.spec, case.batch.rows)
+    buffers, tokens = fixture.load(batch), batch.num_tokens + 3
+    buffers.clear()
+    view = buffers.view(
+        0, num_reqs=batch.rows, num_tokens=tokens, max_query_len=max(batch.query_lens) + 3, uniform=False
+    )
+    builder = fixture.builder()
+    metadata = builder.build(view)
+    like = fixture.inputs(batch, batch.seq_lens, fixture.queries(batch))
+    query, key, value = (part.new_zeros(tokens, *part.shape[1:]) for part in like)
+    out = torch.zeros_like(query)[..., : case.spec.out_dim]
+
+    def run() -> None:
+        builder.advance(metadata)
+        subject.backend.write_kv(key, value, fixture.cache, metadata)
+        out.copy_(fixture.forward(query, metadata))
+
+    run()
+    graph = runtime_for(fixture.device).capture(run)
+    measured = []
+    for other in (batch, _SHORTER):
+        fixture.replace_batch(buffers, other)
+        queries = fixture.queries(other)
+        for part, source in zip((query, key, value), fixture.inputs(other, other.seq_lens, queries), strict=True):
+            part[: len(source)].copy_(source)
+        out.fill_(float("nan"))
+        graph.replay()
+        contract = f"a replay over requests with {', '.join(map(str, other.query_lens))} tokens"
+        fixture.expect_cache(other.seq_lens, contract=f"writes of {contract}")
+        measured.append(
+            fixture.assert_within_budget(out[: other.num_tokens], other.seq_lens, queries, contract=contract)
+        )
+    return worst(measured)

@@ -2,7 +2,7 @@
 
 One step of the engine. Everything but the last line is only enqueued:
 
-    prefill               a chunk of the prompts that are not in the caches yet              in pieces: prompt_graphs
+    prefill               a chunk of the prompts that are not in the caches yet              prompt_graphs
     draft                 from `drafter.inputs`, K tokens after each row's last              one graph of both, or
     target step           over last tokens and drafts: verify, update requests and inputs    one graph each: round_plan
     output                a small copy of the accepted tokens, to pinned memory
@@ -114,7 +114,7 @@ class Engine:
             query_len=config.query_len,
             trees=config.tree is not None,
             graph_mode=config.graph_mode,
-            prompt_sizes=prompt_sizes(config, self.device),
+            prompts=(prefill_tables[0], prompt_sizes(config, self.device)),
         )
         self._target_step: Step = self._make_target_step(verify)
         self.round_plan: RoundPlan | None = None

@@ -1,8 +1,9 @@
 """The target's forward over prompts, from graphs: a step of few prompt tokens keeps the device busy for less time than
 the host needs to launch its kernels one by one.
 
-A graph holds the work of a padded number of tokens in pieces. Between them, each layer attends eagerly, over the
-metadata of the batch and over its tokens only, so every backend serves prompts as it does without graphs.
+A graph holds the work of a padded number of tokens. That of one request holds its attention too, where the backends
+can be captured over any batch: see `one_prompt`. Otherwise it is in pieces: between them, each layer attends eagerly,
+over the metadata of the batch and over its tokens only, so every backend serves prompts as it does without graphs.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import torch
 from attn_backends import StateInputs
 from builders import CaptureConstants, RequestTables
 from spec_decode.engine.config import EngineConfig
+from spec_decode.engine.one_prompt import OnePrompt
 from spec_decode.graphs import Capturable, GraphKey, GraphManager, SplitOp
 from spec_decode.model_api import AttentionInputs, TargetModel, TargetStates
 from spec_decode.paged import KVGroup, StateGroup
 from spec_decode.paged.attention import PagedAttention, attend_between, recur_between
 
-PROMPT = "prompt"
-"""The graph kind."""
+PROMPT, ONE_PROMPT = "prompt", "one prompt"
+"""The graph kinds: in pieces, and of one request's prompt."""
 
 _SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Tokens of a graph. Padding adds half at most from 128 tokens on; fewer take as long as reading the weights does. With
@@ -47,52 +49,81 @@ class PromptGraphs:
         products: Callable[[], AbstractContextManager[None]],
         sizes: Sequence[int],
     ) -> None:
-        """products: the context to run the model in. sizes: numbers of tokens; without any, every prompt runs
-        eagerly."""
+        """tables: those of prompts. products: the context to run the model in. sizes: numbers of tokens; without any,
+        every prompt runs eagerly."""
         self._model, self._products, self._most_prompts = model, products, tables.max_reqs
         self._groups = groups
         longest = max(sizes, default=0)
         self._token_ids = torch.zeros(longest, dtype=torch.int64, device=tables.device)
         self._positions = torch.zeros_like(self._token_ids)
         self._graphs = GraphManager(tables.device, sizes) if sizes else None
-        self._states: dict[int, TargetStates] = {}
+        self._states: dict[GraphKey, TargetStates] = {}
         self._batch = _Batch()
+        self._one = OnePrompt(groups, tables, longest) if sizes and OnePrompt.serves(groups, tables.device) else None
 
     @torch.no_grad()
     def capture(self, *, progress: bool = False) -> None:
         """Capture every size, and compile the kernels of the logits of any number of prompts: requests would wait."""
         if self._graphs:
-            self._graphs.capture({PROMPT: self._capturable}, progress=progress)
-            hidden = self._states[self._graphs.sizes[-1]].hidden
+            whole = {ONE_PROMPT: self._one_capturable} if self._one else {}
+            self._graphs.capture({PROMPT: self._capturable, **whole}, progress=progress)
+            hidden = self._states[GraphKey(PROMPT, self._graphs.sizes[-1])].hidden
             with self._products():
                 for rows in range(1, self._most_prompts + 1):
                     self._model.logits(hidden[:rows])
 
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: PagedAttention) -> TargetStates:
         """Return states [T, ...] of token_ids int64 [T] at positions int64 [T]. The next call overwrites them."""
-        count = len(token_ids)
-        if self._graphs is None or not self._graphs.complete or count > self._graphs.sizes[-1]:
+        if not self._has_graph(len(token_ids)):
             with self._products():
                 states: TargetStates = self._model(token_ids, positions, attention)
             return states
-        size = self._graphs.padded(count)
-        self._token_ids[:count] = token_ids
-        self._positions[:count] = positions
-        self._batch.attention, self._batch.count = attention, count
+        self._positions[: len(token_ids)] = positions
+        self._batch.attention, self._batch.count = attention, len(token_ids)
         try:
-            self._graphs.replay(GraphKey(PROMPT, size), _constants(size))
+            return self._replay(PROMPT, token_ids, _constants)
         finally:
             self._batch.attention = None
-        states = self._states[size]
+
+    def run_one(self, tables: RequestTables, token_ids: torch.Tensor, seq_len: int) -> TargetStates | None:
+        """Return the same of one request, whose last tokens of seq_len these are; None if `run` must serve it."""
+        if self._one is None or not self._one.over(tables) or not self._has_graph(len(token_ids)):
+            return None
+        needed = self._one.load(len(token_ids), seq_len)
+        return self._replay(ONE_PROMPT, token_ids, lambda size: needed)
+
+    def _has_graph(self, count: int) -> bool:
+        return self._graphs is not None and self._graphs.complete and count <= self._graphs.sizes[-1]
+
+    def _replay(self, kind: str, token_ids: torch.Tensor, needed: Callable[[int], CaptureConstants]) -> TargetStates:
+        assert self._graphs is not None
+        count = len(token_ids)
+        self._token_ids[:count] = token_ids
+        key = GraphKey(kind, self._graphs.padded(count))
+        self._graphs.replay(key, needed(key.num_reqs))
+        states = self._states[key]
         return TargetStates(states.hidden[:count], states.target_hidden_states[:count])
 
     def _capturable(self, size: int) -> Capturable:
         def run_in_pieces(split_op: SplitOp) -> None:
             attention = _BatchAttention(self._groups, split_op, self._batch)
             with self._products():
-                self._states[size] = self._model(self._token_ids[:size], self._positions[:size], attention)
+                states = self._model(self._token_ids[:size], self._positions[:size], attention)
+            self._states[GraphKey(PROMPT, size)] = states
 
         return Capturable.pieces(run_in_pieces, _constants(size))
+
+    def _one_capturable(self, size: int) -> Capturable:
+        assert self._one is not None
+        prepared, positions = self._one.prepare(size), self._one.positions[:size]
+
+        def run() -> None:
+            prepared.advance()
+            with self._products():
+                states = self._model(self._token_ids[:size], positions, prepared.attention)
+            self._states[GraphKey(ONE_PROMPT, size)] = states
+
+        return Capturable(run, prepared.constants)
 
 
 @dataclass(slots=True)

@@ -56,10 +56,10 @@ class TargetRunner:
         trees: bool = False,
         graph_mode: GraphMode = GraphMode.FULL,
         capture_sizes: Sequence[int] | None = None,
-        prompt_sizes: Sequence[int] = (),
+        prompts: tuple[RequestTables, Sequence[int]] | None = None,
     ) -> None:
         """query_len: tokens per row of a step, 1 to decode, 1 + K to verify. trees: they are a root and its tree.
-        prompt_sizes: numbers of prompt tokens that have graphs.
+        prompts: the tables of `prefill`, and the numbers of prompt tokens that have graphs; None: all run eagerly.
 
         graph_mode: NONE runs everything eagerly. PIECEWISE runs every group's attention in a step between captured
         pieces; FULL only that of groups that cannot be captured. `plan` has the reasons.
@@ -72,7 +72,8 @@ class TargetRunner:
         self._buffers = StepBuffers(groups, tables, self.plan, query_len=query_len, trees=trees)
         self.graphs = GraphManager(tables.device, list(capture_sizes or default_capture_sizes(tables.max_reqs)))
         self._eager = graph_mode is GraphMode.NONE
-        self.prompts = PromptGraphs(model, groups, tables, self._products, () if self._eager else prompt_sizes)
+        prompt_tables, sizes = prompts or (tables, ())
+        self.prompts = PromptGraphs(model, groups, prompt_tables, self._products, () if self._eager else sizes)
         self._states = [(index, group) for index, group in enumerate(groups) if isinstance(group, StateGroup)]
 
     @torch.no_grad()
@@ -84,6 +85,8 @@ class TargetRunner:
         The next call can overwrite them. tables: for these requests, separate from those of the steps, over the same
         caches.
         """
+        if len(query_lens) == 1 and (states := self.prompts.run_one(tables, token_ids, seq_lens[0])) is not None:
+            return states
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
         begin = [row for row, (new, length) in enumerate(zip(query_lens, seq_lens, strict=True)) if new == length]
         for index, group in self._states:

@@ -179,6 +179,14 @@ def advances_decodes_only(self: Any, metadata: Any) -> None:
         ReferenceBuilder.advance(self, metadata)
 
 
+@advance(
+    "graph.ragged_replays_over_other_batches", not_shown="rows of a drafter's step have one number of query tokens"
+)
+def advances_uniform_batches_only(self: Any, metadata: Any) -> None:
+    if metadata.num_reqs * metadata.max_query_len == metadata.num_tokens:
+        ReferenceBuilder.advance(self, metadata)
+
+
 @advance("drafter.strategies_agree", cases="k3-n3")
 def advance_does_nothing(self: Any, metadata: Any) -> None: ...
 
