@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -221,15 +222,14 @@ def ragged_replays_over_other_batches(subject: Subject, case: Case) -> Measureme
     if subject.backend.builder.graph_support < GraphSupport.ALWAYS:
         raise Unsupported("graphs are claimed only for batches whose requests have one number of tokens")
     batch, fixture = case.batch, PagedFixture(subject, case.spec, case.batch.rows)
-    buffers, tokens = fixture.load(batch), batch.num_tokens + 3
+    buffers, builder, query_len = fixture.load(batch), fixture.builder(), max(batch.query_lens) + 3
     buffers.clear()
-    view = buffers.view(
-        0, num_reqs=batch.rows, num_tokens=tokens, max_query_len=max(batch.query_lens) + 3, uniform=False
-    )
-    builder = fixture.builder()
+    buffers.set_uniform(query_len)
+    dummy = Batch((query_len,) * batch.rows, (query_len,) * batch.rows, batch.rows)
+    view = replace(fixture.view(buffers, dummy, [0] * batch.rows), uniform=False)
     metadata = builder.build(view)
     like = fixture.inputs(batch, batch.seq_lens, fixture.queries(batch))
-    query, key, value = (part.new_zeros(tokens, *part.shape[1:]) for part in like)
+    query, key, value = (part.new_zeros(view.num_tokens, *part.shape[1:]) for part in like)
     out = torch.zeros_like(query)[..., : case.spec.out_dim]
 
     def run() -> None:

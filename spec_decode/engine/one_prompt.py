@@ -65,7 +65,8 @@ class OnePrompt:
         return CaptureConstants(max_reqs=1, max_query_len=count, max_seq_len=seq_len)
 
     def prepare(self, size: int) -> PreparedPrompt:
-        """Build every group's metadata for up to `size` tokens, over a request without any."""
+        """Build every group's metadata for up to `size` tokens, over a padding row with as many."""
+        self._batch.set_uniform(size)
         views = [
             self._batch.view(index, num_reqs=1, num_tokens=size, max_query_len=size, uniform=False)
             for index in range(len(self._groups))

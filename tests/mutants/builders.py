@@ -182,9 +182,10 @@ def advances_decodes_only(self: Any, metadata: Any) -> None:
 @advance(
     "graph.ragged_replays_over_other_batches", not_shown="rows of a drafter's step have one number of query tokens"
 )
-def advances_uniform_batches_only(self: Any, metadata: Any) -> None:
-    if metadata.num_reqs * metadata.max_query_len == metadata.num_tokens:
-        ReferenceBuilder.advance(self, metadata)
+def advances_rows_of_one_length(self: Any, metadata: Any) -> None:
+    ReferenceBuilder.advance(self, metadata)
+    token = torch.arange(metadata.num_tokens, device=metadata.token_to_req.device)
+    metadata.token_to_req.copy_(token // metadata.max_query_len)
 
 
 @advance("drafter.strategies_agree", cases="k3-n3")
