@@ -39,7 +39,11 @@ SPILLED_ON_BLACKWELL = 8
 SPILLED_ELSEWHERE = {"attn_backends::state_step": 128}
 """What ptxas spills of an op on other chips than Hopper: up to 32 registers of a prompt, on sm_120."""
 SPILLED_BY_RELEASE = {
-    "3.5": {"attn_backends::latent_attention": 272, "attn_backends::state_step": 32},
+    "3.5": {
+        "attn_backends::latent_attention": 272,
+        "attn_backends::paged_attention": 8,
+        "attn_backends::state_step": 32,
+    },
     "3.6": {"attn_backends::state_step": 32, "spec_decode::restrict_logits": 8},
     "3.9": {"attn_backends::latent_attention": 312, "attn_backends::state_step": 96},
 }
