@@ -86,7 +86,9 @@ def test_automatic_backend_passes_quick_kit():
     report = run(check_list(backend("flashinfer"), device=CPU, checks=KIT, quick=True))
     assert report.ok, report.summary()
     assert {f"{result.check.partition('.')[0]}.*" for result in report.results} == {*KIT}
-    assert {result.outcome for result in report.results} == {Outcome.PASS}
+    others = {result.check: result.outcome for result in report.results if result.outcome is not Outcome.PASS}
+    # FlashInfer plans decodes and prompts apart.
+    assert others == {"graph.ragged_replays_over_other_batches": Outcome.UNSUPPORTED}
 
 
 @pytest.mark.parametrize(
