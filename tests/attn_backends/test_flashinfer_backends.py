@@ -23,6 +23,7 @@ from tests.telling_checks import KIT, telling_checks
 
 OF_ONE_KERNEL = NAMES[1:]
 """The first decodes by whichever kernel of theirs serves a spec best."""
+OTHER_BATCHES = "graph.ragged_replays_over_other_batches"
 NOT_SERVED = "numerics.bits_do_not_depend_on_the_batch"
 TREES = ("numerics.trees_see_their_ancestors", "graph.tree_replays_over_other_trees")
 VARIANTS = (
@@ -77,6 +78,8 @@ def test_a_backend_passes_the_kit(name):
     xqa = name == "flashinfer_xqa"
     refused_caches = ("fp8_cache_head_scales", *["fp8_cache"] * xqa)
     assert without_trees <= {
+        # FlashInfer plans decodes and prompts apart.
+        *((OTHER_BATCHES, f"{each}-ragged") for each in ("base", "window")),
         *[("graph.blocks_replay_over_other_batches", "page_1-block")] * xqa,
         *(("refusal.bad_scales_never_reach_a_kernel", f"{each}-decode") for each in refused_caches),
     }
@@ -87,8 +90,7 @@ def test_automatic_backend_passes_quick_kit():
     assert report.ok, report.summary()
     assert {f"{result.check.partition('.')[0]}.*" for result in report.results} == {*KIT}
     others = {result.check: result.outcome for result in report.results if result.outcome is not Outcome.PASS}
-    # FlashInfer plans decodes and prompts apart.
-    assert others == {"graph.ragged_replays_over_other_batches": Outcome.UNSUPPORTED}
+    assert others == {OTHER_BATCHES: Outcome.UNSUPPORTED}
 
 
 @pytest.mark.parametrize(
