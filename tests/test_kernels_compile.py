@@ -45,7 +45,11 @@ SPILLED_BY_RELEASE = {
         "attn_backends::state_step": 32,
     },
     "3.6": {"attn_backends::state_step": 32, "spec_decode::restrict_logits": 8},
-    "3.9": {"attn_backends::latent_attention": 312, "attn_backends::state_step": 96},
+    "3.9": {
+        "attn_backends::latent_attention": 312,
+        "attn_backends::paged_attention": 72,
+        "attn_backends::state_step": 96,
+    },
 }
 """What ptxas spills of an op, on any chip, in releases of Triton other than that of constraints.txt."""
 
