@@ -103,11 +103,9 @@ def kernels(report: _Report) -> str:
     contexts = sorted({context for _, _, context, _ in times})
     rows = []
     for spec, requests in dict.fromkeys((spec, requests) for spec, requests, _, _ in times):
-        pairs = [[times.get((spec, requests, each, name)) for name in _KERNELS] for each in contexts]
-        if all(None in pair for pair in pairs):
-            continue
-        cells = [ABSENT if None in pair else _of_kernels(*pair) for pair in pairs]  # type: ignore[arg-type]
-        rows.append([spec, str(requests), *cells])
+        cells = [_of_kernels(*(times.get((spec, requests, each, name)) for name in _KERNELS)) for each in contexts]
+        if {*cells} != {ABSENT}:
+            rows.append([spec, str(requests), *cells])
     if not rows:
         raise ValueError(f"the bench's report has no times of {' and '.join(_KERNELS)}: nothing to show on the page")
     heads = list(map(thousands, contexts))
@@ -115,8 +113,8 @@ def kernels(report: _Report) -> str:
     return f"{title}\n\n{markdown_table(['query / KV heads', 'req.', *heads], rows, ['req.', *heads])}"
 
 
-def _of_kernels(ours: float, theirs: float) -> str:
-    return f"{ours:,.0f} / {theirs:,.0f} ({ours / theirs:.2f})"
+def _of_kernels(ours: float | None, theirs: float | None) -> str:
+    return ABSENT if ours is None or theirs is None else f"{ours:,.0f} / {theirs:,.0f} ({ours / theirs:.2f})"
 
 
 def cost(report: _Report) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.kernels.paged_attention import (
+    MERGED_BY_A_WARP,
     PagedAttentionArguments,
     launch_merge,
     length_within,
@@ -195,7 +196,7 @@ def tile_config(rows: int, dim: int, element_size: int, room: Room) -> dict[str,
 
 def merge_warps(num_splits: int, value_dim: int) -> int:
     """Return the warps that hold a row's partial outputs in at most 64 registers per thread; at most 16."""
-    wanted: int = next_power_of_2(num_splits) * value_dim // (32 * 64)
+    wanted: int = next_power_of_2(num_splits) * value_dim // MERGED_BY_A_WARP
     return max(1, min(wanted, 16))
 
 

@@ -33,10 +33,10 @@ _MOST_ROWS, _MORE_ROWS, _LONG_PROMPT = 64, 128, 2048
 """Rows per tile; those of prompts in 16 bits that are faster so: with heads of 256 dims, and from this many queries on
 with heads of 128. With 1,000 and 8,192 queries, and 8,192 after 24,576 tokens, heads of 128 reach 228, 323 and 345
 teraflops a second in 128 rows, 233, 306 and 314 in 64; heads of 64 185 and 200 (H200; not timed over 8-bit caches)."""
-
-
 _LEAST_DIMS = 16
 """Of a program that merges: 64 bytes of each split."""
+MERGED_BY_A_WARP = 32 * 64
+"""Partial outputs that a warp's threads hold, in 64 registers each."""
 
 
 class PagedAttentionArguments(NamedTuple):
@@ -296,12 +296,11 @@ def launch_merge(
 ) -> None:
     """Merge partial fp32 [S, T, Hq, Dv] by lse fp32 [S, T, Hq] into out [T, Hq, Dv]; in_order: see merge_kernel.
 
-    partial can be unwritten for a split whose lse is -inf. A program takes as many dims as its threads have registers
-    for, 64 each.
+    partial can be unwritten for a split whose lse is -inf. A program takes as many dims as its warps hold.
     """
     splits, tokens, heads, value_dim = partial.shape
     block_s = next_power_of_2(splits)
-    dims = 64 * 32 * num_warps // (1 if in_order else block_s)
+    dims = MERGED_BY_A_WARP * num_warps // (1 if in_order else block_s)
     block_dv = min(next_power_of_2(value_dim), max(_LEAST_DIMS, dims))
     merge_kernel[(tokens, heads, cdiv(value_dim, block_dv))](
         o_partial_ptr=partial,

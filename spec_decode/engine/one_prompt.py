@@ -14,6 +14,7 @@ from builders import AdvanceLevel, BatchBuffers, CaptureConstants, GraphSupport,
 from spec_decode.paged import KVGroup, StateGroup
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import check_pools
+from spec_decode.paged.step_metadata import tightest
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,5 @@ class OnePrompt:
             for each in advances:
                 each()
 
-        longest = min(b.capture_constants(m).max_seq_len for b, m in zip(self._builders, metadata, strict=True))
-        constants = CaptureConstants(max_reqs=1, max_query_len=size, max_seq_len=longest)
+        constants = tightest([b.capture_constants(m) for b, m in zip(self._builders, metadata, strict=True)])
         return PreparedPrompt(PagedAttention(self._groups, metadata), advance, constants)

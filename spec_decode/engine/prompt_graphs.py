@@ -19,7 +19,7 @@ from builders import CaptureConstants, RequestTables
 from spec_decode.engine.config import EngineConfig
 from spec_decode.engine.one_prompt import OnePrompt
 from spec_decode.graphs import Capturable, GraphKey, GraphManager, SplitOp
-from spec_decode.model_api import AttentionInputs, TargetModel, TargetStates
+from spec_decode.model_api import AttentionInputs, RecurrentAttention, TargetModel, TargetStates
 from spec_decode.paged import KVGroup, StateGroup
 from spec_decode.paged.attention import PagedAttention, attend_between, recur_between
 
@@ -74,14 +74,13 @@ class PromptGraphs:
 
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: PagedAttention) -> TargetStates:
         """Return states [T, ...] of token_ids int64 [T] at positions int64 [T]. The next call overwrites them."""
-        if not self._has_graph(len(token_ids)):
-            with self._products():
-                states: TargetStates = self._model(token_ids, positions, attention)
-            return states
-        self._positions[: len(token_ids)] = positions
-        self._batch.attention, self._batch.count = attention, len(token_ids)
+        count = len(token_ids)
+        if not self._has_graph(count):
+            return self._forward(token_ids, positions, attention)
+        self._positions[:count] = positions
+        self._batch.attention, self._batch.count = attention, count
         try:
-            return self._replay(PROMPT, token_ids, _constants)
+            return self._replay(PROMPT, token_ids, _constants(count))
         finally:
             self._batch.attention = None
 
@@ -89,26 +88,24 @@ class PromptGraphs:
         """Return the same of one request, whose last tokens of seq_len these are; None if `run` must serve it."""
         if self._one is None or not self._one.over(tables) or not self._has_graph(len(token_ids)):
             return None
-        needed = self._one.load(len(token_ids), seq_len)
-        return self._replay(ONE_PROMPT, token_ids, lambda size: needed)
+        return self._replay(ONE_PROMPT, token_ids, self._one.load(len(token_ids), seq_len))
 
     def _has_graph(self, count: int) -> bool:
         return self._graphs is not None and self._graphs.complete and count <= self._graphs.sizes[-1]
 
-    def _replay(self, kind: str, token_ids: torch.Tensor, needed: Callable[[int], CaptureConstants]) -> TargetStates:
+    def _replay(self, kind: str, token_ids: torch.Tensor, needed: CaptureConstants) -> TargetStates:
         assert self._graphs is not None
         count = len(token_ids)
         self._token_ids[:count] = token_ids
         key = GraphKey(kind, self._graphs.padded(count))
-        self._graphs.replay(key, needed(key.num_reqs))
+        self._graphs.replay(key, needed)
         states = self._states[key]
         return TargetStates(states.hidden[:count], states.target_hidden_states[:count])
 
     def _capturable(self, size: int) -> Capturable:
         def run_in_pieces(split_op: SplitOp) -> None:
             attention = _BatchAttention(self._groups, split_op, self._batch)
-            with self._products():
-                states = self._model(self._token_ids[:size], self._positions[:size], attention)
+            states = self._forward(self._token_ids[:size], self._positions[:size], attention)
             self._states[GraphKey(PROMPT, size)] = states
 
         return Capturable.pieces(run_in_pieces, _constants(size))
@@ -119,11 +116,15 @@ class PromptGraphs:
 
         def run() -> None:
             prepared.advance()
-            with self._products():
-                states = self._model(self._token_ids[:size], positions, prepared.attention)
+            states = self._forward(self._token_ids[:size], positions, prepared.attention)
             self._states[GraphKey(ONE_PROMPT, size)] = states
 
         return Capturable(run, prepared.constants)
+
+    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: RecurrentAttention) -> TargetStates:
+        with self._products():
+            states: TargetStates = self._model(token_ids, positions, attention)
+        return states
 
 
 @dataclass(slots=True)

@@ -199,11 +199,7 @@ class StepBuffers:
         each = [b.capture_constants(m) for b, m in zip(self._builders, self.metadata, strict=True)]
         for index, planned in self._planned.items():
             each += [b.capture_constants(m) for b, m in zip(self._planners[index], planned, strict=True)]
-        return CaptureConstants(
-            max_reqs=min(c.max_reqs for c in each),
-            max_query_len=min(c.max_query_len for c in each),
-            max_seq_len=min(c.max_seq_len for c in each),
-        )
+        return tightest(each)
 
     def _after(self, now: AttentionBatch, steps: int) -> AttentionBatch:
         """Predict the view on the host: live rows longer by `steps` tokens, up to their limits."""
@@ -212,3 +208,12 @@ class StepBuffers:
         limits = [*self.batch.tables.limits_host, *(0,) * now.num_reqs]
         lens = tuple(min(n + steps, limit) if n else 0 for n, limit in zip(now.host_seq_lens, limits, strict=False))
         return replace(now, host_seq_lens=lens)
+
+
+def tightest(constants: Sequence[CaptureConstants]) -> CaptureConstants:
+    """Return what a graph bakes in that was captured with all of these."""
+    return CaptureConstants(
+        max_reqs=min(each.max_reqs for each in constants),
+        max_query_len=min(each.max_query_len for each in constants),
+        max_seq_len=min(each.max_seq_len for each in constants),
+    )
