@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
-from builders import AdvanceLevel, BatchBuffers, CaptureConstants, GraphSupport, HostLengths, RequestTables
+from builders import BatchBuffers, CaptureConstants, GraphSupport, HostLengths, RequestTables
 from spec_decode.paged import KVGroup, StateGroup
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import check_pools
+from spec_decode.paged.metadata_plan import MetadataPlan
 from spec_decode.paged.step_metadata import tightest
 
 
@@ -43,16 +42,15 @@ class OnePrompt:
         """int64 [longest]; 0 in padding."""
 
     @staticmethod
-    def serves(groups: Sequence[KVGroup | StateGroup], device: torch.device) -> bool:
-        """Whether every group can be captured over any batch and refreshed in the graph. A batch-invariant one would
-        get as many splits as its longest text needs."""
-        every = [group.facts(device) for group in groups]
-        return all(isinstance(group, KVGroup) and not group.spec.batch_invariant for group in groups) and all(
-            facts.graph_support is GraphSupport.ALWAYS
-            and facts.advance.level is AdvanceLevel.IN_GRAPH
-            and facts.host_lengths is HostLengths.NONE
-            and not facts.build_per_round
-            for facts in every
+    def serves(groups: Sequence[KVGroup | StateGroup], plan: MetadataPlan) -> bool:
+        """Whether the steps' graphs hold all attention without work of the host, and every group can be captured over
+        any batch. A batch-invariant one would get as many splits as its longest text needs."""
+        every = [group.facts for group in plan.groups]
+        return (
+            plan.host_reason is None
+            and all(isinstance(group, KVGroup) and not group.spec.batch_invariant for group in groups)
+            and all(facts.graph_support is GraphSupport.ALWAYS for facts in every)
+            and all(facts.host_lengths is HostLengths.NONE for facts in every)
         )
 
     def over(self, tables: RequestTables) -> bool:

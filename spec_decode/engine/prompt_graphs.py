@@ -22,6 +22,7 @@ from spec_decode.graphs import Capturable, GraphKey, GraphManager, SplitOp
 from spec_decode.model_api import AttentionInputs, RecurrentAttention, TargetModel, TargetStates
 from spec_decode.paged import KVGroup, StateGroup
 from spec_decode.paged.attention import PagedAttention, attend_between, recur_between
+from spec_decode.paged.metadata_plan import MetadataPlan
 
 PROMPT, ONE_PROMPT = "prompt", "one prompt"
 """The graph kinds: in pieces, and of one request's prompt."""
@@ -48,9 +49,10 @@ class PromptGraphs:
         tables: RequestTables,
         products: Callable[[], AbstractContextManager[None]],
         sizes: Sequence[int],
+        plan: MetadataPlan,
     ) -> None:
         """tables: those of prompts. products: the context to run the model in. sizes: numbers of tokens; without any,
-        every prompt runs eagerly."""
+        every prompt runs eagerly. plan: of the target's steps."""
         self._model, self._products, self._most_prompts = model, products, tables.max_reqs
         self._groups = groups
         longest = max(sizes, default=0)
@@ -59,7 +61,7 @@ class PromptGraphs:
         self._graphs = GraphManager(tables.device, sizes) if sizes else None
         self._states: dict[GraphKey, TargetStates] = {}
         self._batch = _Batch()
-        self._one = OnePrompt(groups, tables, longest) if sizes and OnePrompt.serves(groups, tables.device) else None
+        self._one = OnePrompt(groups, tables, longest) if sizes and OnePrompt.serves(groups, plan) else None
 
     @torch.no_grad()
     def capture(self, *, progress: bool = False) -> None:

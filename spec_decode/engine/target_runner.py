@@ -73,7 +73,8 @@ class TargetRunner:
         self.graphs = GraphManager(tables.device, list(capture_sizes or default_capture_sizes(tables.max_reqs)))
         self._eager = graph_mode is GraphMode.NONE
         prompt_tables, sizes = prompts or (tables, ())
-        self.prompts = PromptGraphs(model, groups, prompt_tables, self._products, () if self._eager else sizes)
+        sizes = () if self._eager else sizes
+        self.prompts = PromptGraphs(model, groups, prompt_tables, self._products, sizes, self.plan)
         self._states = [(index, group) for index, group in enumerate(groups) if isinstance(group, StateGroup)]
 
     @torch.no_grad()

@@ -51,7 +51,7 @@ def test_texts_are_those_of_eager_prompts(replayed, options, whole, monkeypatch)
     expected = texts(make_engine(**options), asked)
     assert not replayed
     if not whole:
-        monkeypatch.setattr(OnePrompt, "serves", lambda groups, device: False)
+        monkeypatch.setattr(OnePrompt, "serves", lambda groups, plan: False)
     engine = make_engine(graph_mode=GraphMode.FULL, **options)
     assert texts(engine, asked) == expected and {key.num_reqs for key in replayed} == {*SIZES}
     assert whole or {key.kind for key in replayed} == {PROMPT}
@@ -114,6 +114,12 @@ def test_padded_tokens_are_no_uniform_batch(replayed):
     backend = type("Theirs", (TorchReference,), {"builder": Watches})()
     make_engine(backend=backend, steps=0, graph_mode=GraphMode.FULL).target.prompts.capture()
     assert set(seen) == {(1, size, size, False) for size in SIZES}
+
+
+def test_piecewise_mode_keeps_attention_out_of_the_graphs_of_prompts(replayed):
+    engine = make_engine((TARGET, None), steps=0, graph_mode=GraphMode.PIECEWISE)
+    texts(engine, [make_request(prompt=[1, 2, 3], max_tokens=1)])
+    assert replayed == [(PROMPT, 8)]
 
 
 class Decodes(ReferenceBuilder):
