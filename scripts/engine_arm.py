@@ -267,6 +267,8 @@ class Theirs:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(vllm_arm.ROOT), os.environ.get("PYTHONPATH", "")])
         import vllm
 
+        if options.get("speculative_config", {}).get("method") == "eagle3":
+            keep_own_head()
         self._new_params, self._llm = vllm.SamplingParams, vllm.LLM(**options)
         if fills:
             self._llm.collective_rpc("fill_weights", args=(vllm_arm.SEED,))
@@ -295,6 +297,14 @@ class Theirs:
 
     def _params(self, new_tokens: int) -> Any:
         return self._new_params(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+
+
+def keep_own_head() -> None:
+    """Let EAGLE-3 drafts of random weights keep the head of their own vocabulary. vLLM would give them the target's: it
+    learns from a checkpoint's names whether a draft has one."""
+    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+    Eagle3LlamaForCausalLM.has_own_lm_head = True
 
 
 def vllm_options(arm: EngineArm) -> dict[str, Any]:

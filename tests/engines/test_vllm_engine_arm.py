@@ -70,9 +70,11 @@ def test_vllm_captures_the_prompt_of_one_request(tiny):
 def test_weights_of_eagle3_arm_fill_vllm_draft(tiny, monkeypatch):
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.models import llama_eagle3, qwen3
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.v1.worker.gpu.spec_decode.eagle.utils import _should_share
 
     ModelRegistry.register_model("Qwen3ForCausalLM", qwen3.Qwen3ForCausalLM)
     ModelRegistry.register_model("LlamaForCausalLMEagle3", llama_eagle3.Eagle3LlamaForCausalLM)
@@ -84,6 +86,11 @@ def test_weights_of_eagle3_arm_fill_vllm_draft(tiny, monkeypatch):
     with set_current_vllm_config(config), default_dtype(torch.bfloat16):
         model = initialize_model(config, model_config=config.speculative_config.draft_model_config, prefix="draft")
     assert model.lm_head.weight.shape == (128, 64), "it has a vocabulary of its own"
+    heads = "has_own_lm_head", model.lm_head, ParallelLMHead(1024, 64)
+    assert _should_share(model, *heads), "vLLM would give it the target's"
+    monkeypatch.setattr(llama_eagle3.Eagle3LlamaForCausalLM, "has_own_lm_head", False)
+    engine_arm.keep_own_head()
+    assert not _should_share(model, *heads)
     assert weights_left(model, is_draft=True) == {"model.embed_tokens.weight", "draft_id_to_target_id"}
 
 
