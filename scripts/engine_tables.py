@@ -6,6 +6,7 @@ All take reports of `scripts/vllm_figures.py --engines`, newest first where ther
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -37,8 +38,21 @@ _COMPARED = {
 """Settings that `LLM` and vLLM are compared with, of a Llama unless they say so, by how the README names them."""
 _WITH_PROMPTS = frozenset({"an 8B Llama with EAGLE", _ALL_NARROW})
 """Those whose prompts have a row."""
-_LAYERS = {"16 bits": _EAGLE, "draft in 8 bits": _NARROW_DRAFT, "all in 8 bits": _NARROW}
-"""Settings of an EAGLE draft that vLLM is compared with, without and with our layers and head."""
+_EAGLE3 = {"kind": "eagle3", "size": "qwen3-8b", "weights": False}
+_DFLASH, _MTP = _EAGLE3 | {"kind": "dflash"}, _EAGLE3 | {"kind": "mtp", "size": "deepseek-v3-shard"}
+_IN_16, _IN_8, _BOTH = {"draft_weights": False}, {"draft_weights": True}, "draft target"
+_LAYERS = {
+    "EAGLE, 16 bits": (_EAGLE, _BOTH),
+    "EAGLE, draft in 8 bits": (_NARROW_DRAFT, _BOTH),
+    "EAGLE, all in 8 bits": (_NARROW, _BOTH),
+    "EAGLE-3, 16 bits; draft alone": (_EAGLE3 | _IN_16, "draft"),
+    "EAGLE-3, 8 bits; draft alone": (_EAGLE3 | _IN_8, "draft"),
+    "DFlash, 16 bits; draft alone": (_DFLASH | _IN_16, "draft"),
+    "DFlash, 8 bits; draft alone": (_DFLASH | _IN_8, "draft"),
+    "MTP, 16 bits; head alone": (_MTP | _IN_16, ""),
+    "MTP, 8 bits; head alone": (_MTP | _IN_8, ""),
+}
+"""Settings of a draft with which vLLM is compared, without and with our head, and which models have our layers."""
 _KINDS = {"": "tokens_per_s", ", decoding alone": "decode_tokens_per_s"}
 _OTHER_MODELS = {
     "qwen3.5": ", four layers of Qwen3.5",
@@ -70,12 +84,11 @@ def figures(name: str, report: _Report) -> str:
 
 
 def our_layers(reports: Sequence[_Report]) -> str:
-    """Return the ratios of output tokens per second, vLLM with our layers in draft and target and with our head, to
-    vLLM with the same settings, of whose further options the fastest counts. Raises ValueError if no report has
-    both."""
+    """Return the ratios of output tokens per second, vLLM with our layers and with our head, to vLLM with the same
+    settings, of whose further options the fastest counts. Raises ValueError if no report has both."""
     rows, sizes = [], list[int]()
-    for label, settings in _LAYERS.items():
-        if (found := _newest(reports, settings, _our_layers)) is None:
+    for label, (settings, models) in _LAYERS.items():
+        if (found := _newest(reports, settings, partial(_our_layers, models=models))) is None:
             continue
         report, theirs, [ours, *_] = found
         sizes = [row["requests"] for row in ours["rows"]]
@@ -86,7 +99,7 @@ def our_layers(reports: Sequence[_Report]) -> str:
     if not rows:
         raise ValueError("no report of whole engines has vLLM with our layers: nothing to show on vLLM's page")
     numbers = [f"{size} req." for size in sizes]
-    return markdown_table(["weights", *numbers, "GPU, date"], rows, numbers)
+    return markdown_table(["draft, weights", *numbers, "GPU, date"], rows, numbers)
 
 
 def readme_rows(reports: Sequence[_Report]) -> list[list[str]]:
@@ -129,9 +142,9 @@ def _llm(report: _Report, settings: _Settings) -> list[_Arm]:
     return _alike(report, settings, OURS)
 
 
-def _our_layers(report: _Report, settings: _Settings) -> list[_Arm]:
-    """Return the arms of vLLM with these settings, our layers in draft and target, and our head."""
-    ours = _alike(report, {**settings, "models": "draft target"}, PLUGGED)
+def _our_layers(report: _Report, settings: _Settings, models: str = _BOTH) -> list[_Arm]:
+    """Return the arms of vLLM with these settings, our layers in these models, and our head."""
+    ours = _alike(report, {**settings, "models": models}, PLUGGED)
     return [each for each in ours if each["arm"].get("head")]
 
 
@@ -157,5 +170,5 @@ def _our_parts(arm: Mapping[str, Any]) -> Iterator[str]:
 def _by_settings(found: _Arm) -> tuple[Any, ...]:
     """Sort engines with the same settings together, vLLM first."""
     arm = found["arm"]
-    model = (arm.get("size", ""), bool(arm["steps"]), arm["weights"], arm["draft_weights"])
+    model = (arm.get("size", ""), bool(arm["steps"]), arm.get("kind", ""), arm["weights"], arm["draft_weights"])
     return (*model, bool(arm.get("models") or arm.get("head")), "vllm" not in found, arm["local_argmax"])

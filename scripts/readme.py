@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts import context_tables, engine_tables, strategy_times, trained_tables, vllm_tables
+from scripts import context_tables, engine_tables, others_tables, strategy_times, trained_tables, vllm_tables
 from scripts.engine_arm import DRAFTS
 from scripts.engine_arm import OURS as LLM_ENGINE
 from scripts.engine_tables import SIZES
@@ -47,6 +47,9 @@ VERIFY = "h200/bench-paged-verify.json"
 """Report of attention of a few tokens over long contexts, beside FlashAttention-3 and FlashInfer."""
 TRAINED = "h200/trained.json"
 """Report of a trained model in vLLM."""
+SUITES_PAGE = Path("docs/engines/others-suites.md")
+SUITES = ("cpu/others-vllm.json", "h200/others-vllm.json", "cpu/others-sglang.json", "h200/others-sglang.json")
+"""Reports of engines' own tests."""
 ENGINES = "h200/engines*.json"
 """Reports of vLLM beside `LLM`. The newest one that has both engines with some settings is shown."""
 ON_CPU = "cpu/bench-cpu.json"
@@ -129,6 +132,7 @@ def contents(root: Path) -> dict[Path, str]:
             "context prompts": context_tables.prompts(contexts),
             "attention alone": context_tables.kernels(_load(root, VERIFY)),
         },
+        SUITES_PAGE: {"others' suites": others_tables.table([_load(root, name) for name in SUITES])},
         VLLM_FIGURES: {
             "work of the readme": work(vllm, engines.values()),
             "whole engines": "\n\n".join(engine_tables.figures(*each) for each in engines.items()),

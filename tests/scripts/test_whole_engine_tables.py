@@ -12,6 +12,8 @@ from scripts.engine_arm import OURS, PLUGGED, VLLM
 SIZES = (1, 32)
 EAGLE: dict[str, Any] = {"steps": 7, "kept": 3.2}
 NARROW_DRAFT, NARROW = EAGLE | {"draft_weights": True}, EAGLE | {"draft_weights": True, "weights": True}
+EAGLE3: dict[str, Any] = EAGLE | {"kind": "eagle3", "size": "qwen3-8b"}
+MTP = EAGLE3 | {"kind": "mtp", "size": "deepseek-v3-shard"}
 BOTH: dict[str, Any] = {"models": "draft target", "head": "fp8"}
 
 
@@ -39,7 +41,9 @@ def cells(line: str) -> list[str]:
 
 
 def test_engines_with_the_same_settings_are_neighbours() -> None:
+    dflash = EAGLE3 | {"kind": "dflash"}
     arms = [
+        *(whole(VLLM, **EAGLE3, local_argmax=True), whole(VLLM, **EAGLE3), whole(VLLM, **dflash)),
         *(whole(OURS, **NARROW_DRAFT), whole(OURS, **EAGLE), whole(OURS), whole(PLUGGED, **EAGLE, models="draft")),
         *(whole(VLLM, **NARROW_DRAFT, local_argmax=True), whole(VLLM), whole(VLLM, **NARROW_DRAFT)),
         *(whole(VLLM, **EAGLE), whole(PLUGGED, **EAGLE, **BOTH)),
@@ -52,6 +56,8 @@ def test_engines_with_the_same_settings_are_neighbours() -> None:
         ["EAGLE", "vLLM 0.33.0, our layers in draft and target, our head in 8 bits"],
         ["EAGLE, draft in 8 bits", "vLLM 0.33.0"],
         ["EAGLE, draft in 8 bits, local argmax", "vLLM 0.33.0"], ["EAGLE, draft in 8 bits", "`LLM`"],
+        ["DFlash, 8B Qwen3", "vLLM 0.33.0"], ["EAGLE-3, 8B Qwen3", "vLLM 0.33.0"],
+        ["EAGLE-3, 8B Qwen3, local argmax", "vLLM 0.33.0"],
     ]  # fmt: skip
 
 
@@ -102,16 +108,23 @@ def test_our_layers_are_compared_with_the_fastest_options() -> None:
         whole(PLUGGED, 1.0, 1.0, **NARROW_DRAFT, models="draft target"),
         whole(PLUGGED, 1.0, 1.0, **EAGLE, models="draft", head="16"),
         whole(VLLM, 100.0, 100.0, **NARROW),
+        *(whole(VLLM, 100.0, 100.0, **EAGLE3), whole(PLUGGED, 1.0, 1.0, **EAGLE3, head="16")),
+        whole(PLUGGED, 130.0, 140.0, **EAGLE3, models="draft", head="16"),
+        *(whole(VLLM, 100.0, 100.0, **MTP), whole(PLUGGED, 120.0, 110.0, **MTP, models="", head="16")),
     ]
     older = report(whole(VLLM, 100.0, 100.0, **EAGLE), whole(PLUGGED, 1.0, 1.0, **EAGLE, **BOTH), day=27)
     lines = engine_tables.our_layers([report(*arms), older]).splitlines()
-    assert cells(lines[0]) == ["weights", "1 req.", "32 req.", "GPU, date"]
+    assert cells(lines[0]) == ["draft, weights", "1 req.", "32 req.", "GPU, date"]
     source = "H200, 2026-11-29"
     assert [*map(cells, lines[2:])] == [
-        ["16 bits", "~1.10", "~0.90", source],
-        ["16 bits, decoding alone", "2.20", "1.80", source],
-        ["draft in 8 bits", "~1.50", "~1.00", source],
-        ["draft in 8 bits, decoding alone", "1.50", "~1.00", source],
+        ["EAGLE, 16 bits", "~1.10", "~0.90", source],
+        ["EAGLE, 16 bits, decoding alone", "2.20", "1.80", source],
+        ["EAGLE, draft in 8 bits", "~1.50", "~1.00", source],
+        ["EAGLE, draft in 8 bits, decoding alone", "1.50", "~1.00", source],
+        ["EAGLE-3, 16 bits; draft alone", "~1.30", "~1.40", source],
+        ["EAGLE-3, 16 bits; draft alone, decoding alone", "1.30", "1.40", source],
+        ["MTP, 16 bits; head alone", "~1.20", "~1.10", source],
+        ["MTP, 16 bits; head alone, decoding alone", "1.20", "1.10", source],
     ]
     with pytest.raises(ValueError, match="no report of whole engines has vLLM with our layers"):
         engine_tables.our_layers([report(whole(VLLM, **EAGLE))])
