@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from scripts import vllm_arm
-from scripts.engine_arm import WARM_UP, Theirs, decoding_speed
+from scripts.engine_arm import Theirs
+from scripts.engine_runs import WARM_UP, decoding_run
 
 FA2 = 2
 """FlashAttention's version on cards of compute capability 8 and 12."""
@@ -96,10 +97,10 @@ def _speeds(engine: Theirs, prompts: Sequence[list[int]]) -> dict[str, Any]:
     engine.generate(prompts, 1)
     prompt_s = time.perf_counter() - start
     # The first run with these prompts compiles what depends on their length.
-    speeds = [decoding_speed(engine, prompts, NEW_TOKENS) for _ in range(1 + REPEATS)][1:]
+    runs = [decoding_run(engine, prompts, NEW_TOKENS) for _ in range(1 + REPEATS)][1:]
     return {
         "prompt_tokens_per_s": round(sum(map(len, prompts)) / prompt_s, 1),
-        "tokens_per_s": [round(speed, 1) for speed in speeds],
+        "tokens_per_s": [round(run.speed, 1) for run in runs],
     }
 
 

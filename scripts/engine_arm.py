@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -26,6 +26,7 @@ from attn_backends.engines.vllm.names import DRAFT_HEAD, PLAIN, ROUNDED
 from benchmarks.measure import largest_kernels
 from benchmarks.random_model import save_random
 from scripts import vllm_arm
+from scripts.engine_runs import Engine, Run, decoding_run, whole_runs
 from scripts.vllm_worker import weight_shapes
 
 VLLM, OURS, PLUGGED = "vLLM", "our engine, LLM", "vLLM with our linear layers"
@@ -33,8 +34,6 @@ OWN_HEADS = frozenset({"eagle3", "dflash"})
 """Kinds of drafts of which vLLM rounds no head: those with a vocabulary of their own, and blocks."""
 CHANNELS = "fp8_per_channel"
 """vLLM's name for 8-bit weights with a scale for each output: what `weights="fp8"` is here."""
-WARM_UP = 32
-"""New tokens of every request before decoding alone is timed, as in `bench throughput`."""
 DRAFTS = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "dflash": "DFlash", "mtp": "MTP", "qwen3.5-mtp": "MTP"}
 """Kinds of drafts, in words."""
 PREFILL_REQUESTS, PREFILL_TOKENS = 16, 1000
@@ -102,22 +101,6 @@ def token_prompts(requests: int, vocab: int) -> list[list[int]]:
     return [prompt["prompt_token_ids"] for prompt in vllm_arm.prompts(requests, vocab)]
 
 
-class Engine(Protocol):
-    """What is measured of an engine."""
-
-    about: dict[str, Any]
-    """What the report says of it."""
-
-    def generate(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
-        """Continue all prompts, each by so many tokens."""
-
-    def submit(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
-        """Queue prompts for `step`."""
-
-    def step(self) -> list[int]:
-        """Run one step, and return how many new tokens each request has so far."""
-
-
 def measure(arm: EngineArm, alone: Callable[[], None]) -> dict[str, Any]:
     """Return a row for each number of requests, the speed of prompts, and how the engine ran. alone: see
     vllm_arm.run_arm."""
@@ -130,17 +113,19 @@ def measure(arm: EngineArm, alone: Callable[[], None]) -> dict[str, Any]:
     vocab, new_tokens, rows = vllm_arm.SIZES[arm.size][5], vllm_arm.NEW_TOKENS, []
     for requests in arm.requests:
         prompts = token_prompts(requests, vocab)
-        seconds = whole_seconds(engine, prompts, new_tokens)
-        rows.append({
-            "requests": requests,
-            "tokens_per_s": _speeds(requests * new_tokens, seconds),
-            "decode_tokens_per_s": [
-                round(decoding_speed(engine, prompts, new_tokens), 1) for _ in range(vllm_arm.REPEATS)
-            ],
-        })  # fmt: skip
+        whole = whole_runs(engine, prompts, new_tokens)
+        decoding = [decoding_run(engine, prompts, new_tokens) for _ in range(vllm_arm.REPEATS)]
+        row = {"requests": requests, "tokens_per_s": _speeds(whole), "decode_tokens_per_s": _speeds(decoding)}
+        if arm.steps:
+            # The first token of each request comes from its prompt.
+            row |= {
+                "kept": [round(run.kept(requests), 3) for run in whole],
+                "decode_kept": [round(run.kept(0), 3) for run in decoding],
+            }
+        rows.append(row)
     prompts = prefill_prompts(vocab)
     tokens = sum(map(len, prompts))
-    speeds = _speeds(tokens, whole_seconds(engine, prompts, 1))
+    speeds = [round(tokens / run.seconds, 1) for run in whole_runs(engine, prompts, 1)]
     prefill: dict[str, Any] = {"requests": len(prompts), "prompt_tokens": tokens, "tokens_per_s": speeds}
     if torch.cuda.is_available():
         prefill |= largest_kernels(lambda: engine.generate(prompts, 1), MOST_KERNELS)
@@ -149,41 +134,14 @@ def measure(arm: EngineArm, alone: Callable[[], None]) -> dict[str, Any]:
     return {**engine.about, "up_s": up_s, "rows": rows, "prefill": prefill}
 
 
+def _speeds(runs: Sequence[Run]) -> list[float]:
+    return [round(run.speed, 1) for run in runs]
+
+
 def profile_of_requests(engine: Engine, requests: int, vocab: int) -> dict[str, object]:
     """Return where the device's time goes while it serves so many whole requests."""
     prompts = token_prompts(requests, vocab)
     return largest_kernels(lambda: engine.generate(prompts, vllm_arm.NEW_TOKENS), MOST_KERNELS)
-
-
-def whole_seconds(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> list[float]:
-    """Return the seconds of each of several runs, after one in which anything compiled on first use is compiled."""
-    engine.generate(prompts, new_tokens)
-    seconds = []
-    for _ in range(vllm_arm.REPEATS):
-        start = time.perf_counter()
-        engine.generate(prompts, new_tokens)
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-def _speeds(tokens: int, seconds: Sequence[float]) -> list[float]:
-    return [round(tokens / each, 1) for each in seconds]
-
-
-def decoding_speed(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> float:
-    """Return the new tokens a second while every request decodes: from when each has WARM_UP of them until the first is
-    done."""
-    engine.submit(prompts, new_tokens)
-    counts = engine.step()
-    while min(counts) < min(WARM_UP, new_tokens):
-        counts = engine.step()
-    before, start = sum(counts), time.perf_counter()
-    while max(counts) < new_tokens:
-        counts = engine.step()
-    after, end = sum(counts), time.perf_counter()
-    while min(counts) < new_tokens:
-        counts = engine.step()
-    return (after - before) / (end - start)
 
 
 def prefill_prompts(vocab: int) -> list[list[int]]:
@@ -203,8 +161,14 @@ class Ours:
             self._llm = LLM(**llm_options(arm, Path(folder)))
         self.about = {"explain": self._llm.explain().splitlines()}
         self._handles: list[Any] = []
+        self._rounds_before = 0
+
+    @property
+    def rounds(self) -> int:
+        return self._rounds_before + self._llm.engine.stats.drafted_for
 
     def generate(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
+        self._rounds_before = self.rounds  # generate starts to count anew
         self._llm.generate(prompts, self._params(prompts, new_tokens), progress=False)
 
     def submit(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
@@ -275,6 +239,8 @@ class Theirs:
         config = self._llm.llm_engine.vllm_config
         self.about = {"vllm": vllm.__version__, "graph_mode": str(config.compilation_config.cudagraph_mode)}
         self._waiting, self._counts, self._ids = 0, dict[str, int](), count()
+        self.rounds = 0
+        self._count_rounds(self._llm.llm_engine.engine_core.engine_core.scheduler)
 
     def generate(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
         self._llm.generate([_tokens(prompt) for prompt in prompts], self._params(new_tokens), use_tqdm=False)
@@ -294,6 +260,18 @@ class Theirs:
         for output in self._llm.llm_engine.step():
             self._counts[output.request_id] = len(output.outputs[0].token_ids)
         return [*self._counts.values(), *[0] * (self._waiting - len(self._counts))]
+
+    def _count_rounds(self, scheduler: Any) -> None:
+        """Count what vLLM's scheduler takes in. Outputs do not show it: `vllm.LLM.generate` asks for the last ones."""
+        take_in = scheduler.update_from_output
+
+        def counted(scheduled: Any, found: Any) -> Any:
+            # A step that was launched ahead may verify drafts of a request that has ended since.
+            requests = map(scheduler.requests.get, scheduled.scheduled_spec_decode_tokens)
+            self.rounds += sum(request is not None and not request.is_finished() for request in requests)
+            return take_in(scheduled, found)
+
+        scheduler.update_from_output = counted
 
     def _params(self, new_tokens: int) -> Any:
         return self._new_params(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
@@ -342,7 +320,7 @@ def engine_arms() -> list[EngineArm]:
         {}, drafted, drafted | {"draft_weights": True}, drafted | bits, {"weights": True}, drafted | {"weights": True},
     ]  # fmt: skip
     arms = [EngineArm(engine=engine, **each) for each in settings for engine in (VLLM, OURS)]
-    best = [each for each in arms if each.engine == VLLM and each.draft_weights]
+    best = [each for each in arms if each.engine == VLLM and each.steps and (each.draft_weights or not each.weights)]
     hybrid = [replace(each, size="qwen3.5", kind="qwen3.5-mtp") for each in arms[:4]]
     hybrid = [replace(each, steps=3, kept=1.8) if each.steps else each for each in hybrid]
     further = (replace(each, local_argmax=True) for each in best)
@@ -364,16 +342,19 @@ def _plugged_arms(drafted: dict[str, Any], bits: dict[str, Any]) -> Iterator[Eng
 
 
 def _other_drafts() -> Iterator[EngineArm]:
-    """Yield vLLM's best own options and our layers and heads for drafts other than EAGLE."""
-    bits: dict[str, Any] = {"draft_weights": True}
+    """Yield vLLM's defaults, its best own options, and our layers and heads for drafts other than EAGLE."""
+    bits, fewer = {"draft_weights": True}, {"local_argmax": True}
     eagle3 = EngineArm(engine=VLLM, kind="eagle3", size="qwen3-8b", steps=7, kept=3.2)
     dflash = replace(eagle3, kind="dflash", steps=15, kept=5.0)
     mtp = EngineArm(engine=VLLM, kind="mtp", size="deepseek-v3-shard", steps=3, kept=1.8)
-    yield from (eagle3, replace(eagle3, local_argmax=True), replace(eagle3, local_argmax=True, **bits))
-    yield from (dflash, replace(dflash, **bits), mtp, replace(mtp, **bits))
-    for arm, models in ((eagle3, "draft"), (dflash, "draft"), (mtp, "")):
-        ours = replace(arm, engine=PLUGGED, models=models)
-        yield from (replace(ours, head="16"), replace(ours, head="fp8", **bits))
+    for arm in (eagle3, dflash):
+        yield from (arm, replace(arm, **fewer), replace(arm, **bits, **fewer))
+        for models in ("draft", "draft target"):
+            ours = replace(arm, engine=PLUGGED, models=models)
+            yield from (replace(ours, head="16"), replace(ours, head="fp8", **bits))
+    yield from (mtp, replace(mtp, **bits))
+    ours = replace(mtp, engine=PLUGGED)
+    yield from (replace(ours, head="16"), replace(ours, head="fp8", **bits))
 
 
 def engine_problems(found: Sequence[Mapping[str, Any]]) -> list[str]:

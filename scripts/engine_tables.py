@@ -26,11 +26,11 @@ SIZES = (1, 32)
 _COMMAND = "`scripts/vllm_figures.py --engines`"
 _EAGLE = {"steps": 7, "weights": False, "draft_weights": False}
 _NARROW_DRAFT, _NARROW = _EAGLE | {"draft_weights": True}, _EAGLE | {"draft_weights": True, "weights": True}
-_ALL_NARROW = "an 8B Llama with EAGLE, all weights in 8 bits"
+_ALL_NARROW = "an 8B Llama with EAGLE, layers in 8 bits"
 _COMPARED = {
     "an 8B Llama without a draft": {"steps": 0, "weights": False},
     "an 8B Llama with EAGLE": _EAGLE,
-    "an 8B Llama with EAGLE, whose weights have 8 bits": _NARROW_DRAFT,
+    "an 8B Llama with an EAGLE draft in 8 bits": _NARROW_DRAFT,
     _ALL_NARROW: _NARROW,
     "an 8B Llama without a draft, weights in 8 bits": {"steps": 0, "weights": True},
     "four layers of Qwen3.5 with MTP": {"steps": 3, "weights": False, "draft_weights": False, "size": "qwen3.5"},
@@ -45,8 +45,12 @@ _LAYERS = {
     "EAGLE, 16 bits": (_EAGLE, _BOTH),
     "EAGLE, draft in 8 bits": (_NARROW_DRAFT, _BOTH),
     "EAGLE, all in 8 bits": (_NARROW, _BOTH),
+    "EAGLE-3, 16 bits": (_EAGLE3 | _IN_16, _BOTH),
+    "EAGLE-3, draft in 8 bits": (_EAGLE3 | _IN_8, _BOTH),
     "EAGLE-3, 16 bits; draft alone": (_EAGLE3 | _IN_16, "draft"),
     "EAGLE-3, 8 bits; draft alone": (_EAGLE3 | _IN_8, "draft"),
+    "DFlash, 16 bits": (_DFLASH | _IN_16, _BOTH),
+    "DFlash, draft in 8 bits": (_DFLASH | _IN_8, _BOTH),
     "DFlash, 16 bits; draft alone": (_DFLASH | _IN_16, "draft"),
     "DFlash, 8 bits; draft alone": (_DFLASH | _IN_8, "draft"),
     "MTP, 16 bits; head alone": (_MTP | _IN_16, ""),
@@ -54,6 +58,8 @@ _LAYERS = {
 }
 """Settings of a draft with which vLLM is compared, without and with our head, and which models have our layers."""
 _KINDS = {"": "tokens_per_s", ", decoding alone": "decode_tokens_per_s"}
+_KEPT = {"tokens_per_s": "kept", "decode_tokens_per_s": "decode_kept"}
+"""The drafts that rounds kept in these runs. Reports before December 2026 lack them."""
 _OTHER_MODELS = {
     "qwen3.5": ", four layers of Qwen3.5",
     "qwen3-8b": ", 8B Qwen3",
@@ -149,8 +155,16 @@ def _our_layers(report: _Report, settings: _Settings, models: str = _BOTH) -> li
 
 
 def _runs(found: _Arm, kind: str) -> dict[int, list[float]]:
-    """Return tokens per second of each run by requests. kind: a field of a row."""
-    return {row["requests"]: row[kind] for row in found["rows"]}
+    """Return tokens per second of each run by requests, as if its rounds had kept the mean number of drafts that the
+    arm states: how many each keeps is drawn, and one request has few rounds. kind: a field of a row."""
+    wanted, of_kind = found["arm"].get("kept", 0.0), _KEPT[kind]
+    return {
+        row["requests"]: [
+            speed * ((1 + wanted) / (1 + kept))
+            for speed, kept in zip(row[kind], row.get(of_kind, [wanted] * len(row[kind])), strict=True)
+        ]
+        for row in found["rows"]
+    }
 
 
 def _fastest(arms: Sequence[_Arm]) -> str:

@@ -277,10 +277,11 @@ def work(vllm: Mapping[str, Any], engines: Iterable[Mapping[str, Any]]) -> str:
         "four layers of DeepSeek-V3 as one of eight GPUs holds them (16 of 128 heads), not compiled. All weights are "
         "random, so a target would reject almost every draft token. We therefore made the verifier accept a fixed "
         f"mean number of draft tokens per round: {', '.join(kept)} in vLLM, {compared}. `LLM` loads the Llama from a "
-        "folder, and both engines have their defaults, whole requests of about 512 tokens of prompt and 256 new ones. "
-        "Of vLLM's options for drafts in 8 bits the fastest that was measured is shown. Without a draft, "
-        f"vLLM generates {_pair(plain)} tokens/s with the Llama and {' / '.join(map(str, SIZES))} concurrent "
-        f"requests. MTP with one request is host-bound; read the number for {size} requests "
+        "folder, and both engines have their defaults but for [a few options](#whole-engines): whole requests of about "
+        "512 tokens of prompt and 256 new ones. Of vLLM's options for drafts in 8 bits the fastest that was measured "
+        f"is shown. Without a draft, vLLM generates {_pair(plain)} tokens/s with the Llama and "
+        f"{' / '.join(map(str, SIZES))} concurrent requests on the {card(vllm['env']['device'])}. MTP with one request "
+        f"is host-bound; read the number for {size} requests "
         "([why](vllm.md#how-much-faster))."
     )
 

@@ -3,7 +3,7 @@ whose rounds its outputs tell apart."""
 
 import inspect
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -114,11 +114,21 @@ def test_vllm_takes_options_of_long_contexts(arm, tiny):
     assert draft is None or draft.draft_model_config.max_model_len > needed
 
 
-def test_vllm_has_what_decoding_alone_calls():
+def test_vllm_has_what_timed_runs_call():
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.request import Request
 
     inspect.signature(LLMEngine.add_request).bind(None, "0", {"prompt_token_ids": [1]}, None)
     inspect.signature(LLMEngine.step).bind(None)
+    # The scheduler's rounds are counted in this process.
+    assert vllm_arm.ENVIRONMENT["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "self.engine_core = EngineCore(" in inspect.getsource(InprocClient)
+    inspect.signature(Scheduler.update_from_output).bind(None, None, None)
+    inspect.signature(Request.is_finished).bind(None)
+    assert "scheduled_spec_decode_tokens" in {field.name for field in fields(SchedulerOutput)}
 
 
 @pytest.mark.parametrize("arm", trained_arm.trained_arms(), ids=lambda arm: arm.name)

@@ -21,6 +21,7 @@ class Timed:
     """An engine with room for 2,400 tokens in its cache, whose requests get 64 new tokens a step of a second."""
 
     cached_tokens = 2400
+    rounds = 0
 
     def __init__(self, options: dict[str, Any], *, fills: bool) -> None:
         assert fills and options["enable_prefix_caching"]

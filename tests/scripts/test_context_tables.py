@@ -203,7 +203,7 @@ def test_sentences_of_the_page_hold_in_the_report() -> None:
                 prompts.setdefault(model, {})[name] = timed["prompt_tokens_per_s"]
     assert f"{NEW_TOKENS} new tokens" in page
     first, second, old, triton = (*(f"{name} 0" for name in OURS), f"{FLASH_ATTN} {FA2}", f"{TRITON} 0")
-    assert "they decode within 7 % of each other; the former's prompts are faster" in page
+    assert "they decode within 7 % of each other; the former's prompts are faster from 8k on" in page
     both = [of for of in speeds.values() if {first, second} <= of.keys()]
     assert len(both) == 7 + 4 + 4 and all(0.93 < of[first] / of[second] < 1.07 for of in both)
     assert all(of[first] > 1.1 * of[second] for of in prompts.values() if first in of)
@@ -218,8 +218,9 @@ def test_sentences_of_the_page_hold_in_the_report() -> None:
         else:
             assert context < 8192 or of[old] < of[triton] < min(of[first], of[second])
     assert all(of[triton] == min(of.values()) for of in prompts.values() if triton in of)
-    assert "32k took 2.6 times as long" in page
-    assert round(prompts["eagle llama3-8b"][old] / prompts["eagle llama3-8b"][triton], 1) == 2.6
+    assert "32k took 2.6 to 3.5 times as long" in page
+    ratios = [round(of[old] / of[triton], 1) for of in prompts.values() if {old, triton} <= of.keys()]
+    assert (min(ratios), max(ratios)) == (2.6, 3.5)
 
 
 def test_attention_alone_has_both_times_and_their_ratio() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks import random_model
-from scripts import engine_arm, vllm_arm
-from scripts.engine_arm import OURS, PLUGGED, VLLM, EngineArm, decoding_speed, engine_arms, engine_problems
+from scripts import engine_arm, engine_runs, vllm_arm
+from scripts.engine_arm import OURS, PLUGGED, VLLM, EngineArm, engine_arms, engine_problems
 from spec_decode.models.checkpoints.store import TensorStore
 from tests.stand_in_modules import install_module
 
@@ -30,7 +30,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vllm_arm.FAMILIES, "qwen3_5_text", family)
     for module, numbers in (
         (vllm_arm, {"PROMPT": 80, "NEW_TOKENS": 8, "REPEATS": 2}),
-        (engine_arm, {"WARM_UP": 2, "PREFILL_REQUESTS": 2, "PREFILL_TOKENS": 20}),
+        (engine_runs, {"WARM_UP": 2}),
+        (engine_arm, {"PREFILL_REQUESTS": 2, "PREFILL_TOKENS": 20}),
     ):
         for name, number in numbers.items():
             monkeypatch.setattr(module, name, number)
@@ -48,6 +49,14 @@ def test_our_arm_runs_llm_of_folder(drafted: dict[str, Any], tiny: None) -> None
     assert all(len(runs) == 2 and min(runs) > 0 for runs in [*speeds, found["prefill"]["tokens_per_s"]])
     assert (found["prefill"]["requests"], found["prefill"]["prompt_tokens"]) == (2, 40)
     assert ("no draft: plain decoding" in found["explain"]) is not bool(drafted)
+    for kept in ("kept", "decode_kept"):
+        kepts = [row.get(kept, []) for row in found["rows"]]
+        # Of 2 drafts, 1 is kept on average; a request of 8 tokens has about 4 rounds.
+        assert (
+            all(len(runs) == 2 and 0.2 < min(runs) <= max(runs) < 1.8 for runs in kepts)
+            if drafted
+            else kepts == [[]] * 2
+        )
     arm = {"engine": OURS, "name": "x", "size": drafted.get("size", "llama3-8b")}
     assert engine_problems([{**found, "arm": arm}]) == []
 
@@ -92,13 +101,18 @@ def test_each_of_our_arms_has_one_of_vllm() -> None:
     arms = engine_arms()
     ours = [arm for arm in arms if arm.engine == OURS]
     assert len({arm.name for arm in arms}) == len(arms) and len(ours) == 8
-    theirs = {arm for arm in arms if arm.engine == VLLM and not arm.local_argmax}
-    compared = {arm for arm in theirs if arm.kind in ("eagle", "qwen3.5-mtp")}
-    assert {replace(arm, engine=VLLM) for arm in ours} == compared
+    theirs = {arm for arm in arms if arm.engine == VLLM}
+    settings = {replace(arm, local_argmax=False) for arm in theirs}
+    assert {replace(arm, engine=VLLM) for arm in ours} == {
+        arm for arm in theirs if arm.kind in ("eagle", "qwen3.5-mtp") and not arm.local_argmax
+    }
     plugged = [arm for arm in arms if arm.engine == PLUGGED]
     assert {replace(arm, engine=VLLM, models="", head="") for arm in plugged} == {
-        arm for arm in theirs if arm.kind not in ("qwen3.5-mtp", "eagle3")
-    } | {replace(arm, local_argmax=False) for arm in arms if arm.kind == "eagle3" and arm.engine == VLLM}
+        arm for arm in settings if arm.kind != "qwen3.5-mtp"
+    }
+    # Ours with a head have its maxima, and so do vLLM's beside them. Its MTP has none.
+    beside = {replace(arm, engine=VLLM, models="", head="", local_argmax=True) for arm in plugged if arm.head}
+    assert {arm for arm in beside if arm.kind != "mtp"} <= theirs
     assert all(arm.models or arm.head for arm in plugged)
 
 
@@ -108,28 +122,6 @@ def test_profile_is_of_whole_requests(tiny: None, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine_arm, "largest_kernels", lambda call, most: {"kernels": most, "found": call()})
     found = engine_arm.profile_of_requests(engine, 3, VOCAB)
     assert found["kernels"] == engine_arm.MOST_KERNELS and generated == [(3, vllm_arm.NEW_TOKENS)]
-
-
-@dataclass
-class Scripted:
-    """An engine whose requests have these new tokens after each step; a step takes a second."""
-
-    steps: Iterator[list[int]]
-    seconds: float = 0.0
-
-    def submit(self, prompts: Sequence[list[int]], new_tokens: int) -> None: ...
-
-    def step(self) -> list[int]:
-        self.seconds += 1
-        return next(self.steps)
-
-
-def test_decoding_speed_spans_steps_in_which_all_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = [[0, 0], [40, 0], [80, 31], [120, 32], [180, 90], [256, 140], [256, 200], [256, 256]]
-    engine: Any = Scripted(iter(counts))
-    monkeypatch.setattr(engine_arm.time, "perf_counter", lambda: engine.seconds)
-    assert decoding_speed(engine, [[1], [2]], 256) == (256 + 140 - 120 - 32) / 2
-    assert next(engine.steps, None) is None, "the engine is idle again"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +145,8 @@ def test_vllm_is_stepped_and_filled(weights: bool, tiny: None, monkeypatch: pyte
 
         def __init__(self) -> None:
             self.running: dict[str, int] = {}
+            self.scheduler = SimpleNamespace(requests={}, update_from_output=lambda scheduled, found: found)
+            self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self.scheduler))
 
         def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
             assert name not in self.running and prompt["prompt_token_ids"]
@@ -161,7 +155,12 @@ def test_vllm_is_stepped_and_filled(weights: bool, tiny: None, monkeypatch: pyte
         def step(self) -> list[Any]:
             # The first request is a step ahead of the others.
             ahead = list(self.running)[:1] if not sum(self.running.values()) else list(self.running)
+            verified = [*(name for name in ahead if self.running[name]), "ended", "unknown"]
             self.running |= {name: self.running[name] + 4 for name in ahead}
+            going = dict.fromkeys(self.running, SimpleNamespace(is_finished=lambda: False))
+            self.scheduler.requests = going | {"ended": SimpleNamespace(is_finished=lambda: True)}
+            scheduled = SimpleNamespace(scheduled_spec_decode_tokens=dict.fromkeys(verified, [-1] * 7))
+            assert self.scheduler.update_from_output(scheduled, "found") == "found"
             return [SimpleNamespace(request_id=name, outputs=[Tokens(self.running[name])]) for name in ahead]
 
     class Tokens:
@@ -182,9 +181,11 @@ def test_vllm_is_stepped_and_filled(weights: bool, tiny: None, monkeypatch: pyte
     install_module(monkeypatch, "vllm", LLM=Theirs, SamplingParams=SimpleNamespace, __version__="0.33.0")
     monkeypatch.setattr(engine_arm.os, "environ", {})
     monkeypatch.setattr(vllm_arm, "REPEATS", 1)
-    arm = EngineArm(engine=PLUGGED, requests=(2,), weights=weights, head="fp8")
+    monkeypatch.setattr(vllm_arm, "NEW_TOKENS", 24)
+    arm = EngineArm(engine=PLUGGED, steps=7, kept=3.2, requests=(2,), weights=weights, head="fp8")
     found = engine_arm.measure(arm, lambda: done.append("alone"))
     assert engine_arm.os.environ[engine_arm.DRAFT_HEAD] == "fp8"
     assert done[: done.index("generate")] == [*([] if weights else ["fill_weights"]), "alone"]
     assert "alone" not in done[done.index("generate") :]
     assert (found["vllm"], found["graph_mode"], len(found["rows"])) == ("0.33.0", "FULL", 1)
+    assert found["rows"][0]["decode_kept"] == [3.0], "4 tokens a round, one of them the target's"

@@ -61,6 +61,14 @@ def test_engines_with_the_same_settings_are_neighbours() -> None:
     ]  # fmt: skip
 
 
+def test_speeds_are_those_at_the_mean_number_of_drafts_kept() -> None:
+    lucky = whole(VLLM, 100.0, 100.0, **EAGLE)
+    for row in lucky["rows"]:
+        row |= {"tokens_per_s": [110.0, 210.0, 40.0], "kept": [3.62, 7.4, 0.68], "decode_kept": [11.6] * 3}
+    *_, line = engine_tables.figures("engines.json", report(lucky)).splitlines()
+    assert cells(line)[2:4] == ["100 / 33", "100 / 33"], "medians of 100, 105 and 100, and a third of 100"
+
+
 def test_llm_is_shown_beside_the_best_of_vllm() -> None:
     newer = report(
         whole(VLLM, 350.0, 6296.0, prefill=30_000.0, **EAGLE),
@@ -85,7 +93,7 @@ def test_llm_is_shown_beside_the_best_of_vllm() -> None:
             new,
         ],
         [
-            f"{model} with EAGLE, whose weights have 8 bits, 1 / 32 requests",
+            f"{model} with an EAGLE draft in 8 bits, 1 / 32 requests",
             "420 / 6,746 (vLLM 0.33.0)",
             "485 / 6,414 (`LLM`)",
             new,
