@@ -21,7 +21,7 @@ from spec_decode.llm.progress import loading_bar
 from spec_decode.llm.prompts import Message
 from spec_decode.model_api import TargetModel
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
-from spec_decode.models.causal_lm import load_target
+from spec_decode.models.causal_lm import keeps_states, load_target
 from spec_decode.models.checkpoints.files import in_short, require_regular
 from spec_decode.models.checkpoints.folder_kind import is_mxfp4
 from spec_decode.models.checkpoints.fp8_store import Fp8Store
@@ -162,6 +162,11 @@ def load_published_pair(
         why is None or not invariant,
         f"batch_invariant is True, and {target} runs in transformers, whose products are not batch invariant: {why}. "
         "Leave batch_invariant out, or use a model that this library's layers compute.",
+    )
+    require(
+        not (invariant and store is not None and keeps_states(store)),
+        f"batch_invariant is True, and {target} has recurrent layers, whose blocks of tokens depend on the batch. "
+        "Leave batch_invariant out.",
     )
     if isinstance(store, Fp8Store):
         store.keeps = reads_fp8(dtype, device)

@@ -7,20 +7,29 @@ from functools import partial
 
 import torch
 
+from spec_decode.model_api import LayerGroup
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.layer_ropes import has_layer_ropes, read_layer_ropes
-from spec_decode.models.layer_windows import ARCHITECTURES, read_windows
+from spec_decode.models.layer_windows import (
+    ARCHITECTURES,
+    HYBRIDS,
+    no_windows,
+    read_recurrent_layers,
+    read_windows,
+)
+from spec_decode.models.layers.delta_net import read_state_spec
 from spec_decode.models.layers.rope import LLAMA_SCALINGS, RopeConfig, read_rope
+from spec_decode.models.text_section import WITH_PICTURES, TextSection
 
 
 def family_of(store: TensorStore) -> str:
-    """Return the family of a checkpoint whose config.json names one of ARCHITECTURES."""
+    """Return the family of a checkpoint whose config.json names one of ARCHITECTURES, or of WITH_PICTURES."""
     (architecture,) = store.architectures
-    return ARCHITECTURES[architecture]
+    return (ARCHITECTURES | WITH_PICTURES)[architecture]
 
 
 def read_causal_config(store: TensorStore, dtype: torch.dtype) -> DecoderConfig:
@@ -30,6 +39,8 @@ def read_causal_config(store: TensorStore, dtype: torch.dtype) -> DecoderConfig:
         full, sliding = read_layer_ropes(fields, family)
         fields = ConfigReader({**fields.values, "rope_parameters": full.values}, fields.place)
         window = read_rope(sliding, LLAMA_SCALINGS)
+    if family in HYBRIDS:
+        return _hybrid(TextSection.of(store).fields)
     rotated = 0.5 if family == "glm4_moe" else None
     decoder = read_decoder(fields, partial(read_windows, family=family), rotated=rotated)
     decoder = replace(decoder, model=_scaled(decoder.model, family, fields, dtype))
@@ -37,6 +48,17 @@ def read_causal_config(store: TensorStore, dtype: torch.dtype) -> DecoderConfig:
         return decoder
     theta, scaling = window
     return replace(decoder, window_rope=RopeConfig(dims=decoder.model.rotary_dim, theta=theta, scaling=scaling))
+
+
+def _hybrid(fields: ConfigReader) -> DecoderConfig:
+    # A mixture in every layer has no dense size.
+    sizes = ConfigReader(
+        {"intermediate_size": fields.values.get("moe_intermediate_size"), **fields.values}, fields.place
+    )
+    decoder = read_decoder(sizes, no_windows, rotated=0.25)
+    layers = read_recurrent_layers(fields, decoder.model.num_layers)
+    group = LayerGroup(name="state", spec=read_state_spec(fields), layers=layers) if layers else None
+    return replace(decoder, model=replace(decoder.model, norm_offset=1.0), recurrent=group)
 
 
 def _scaled(model: ModelConfig, family: str, fields: ConfigReader, dtype: torch.dtype) -> ModelConfig:

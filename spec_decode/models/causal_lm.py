@@ -20,12 +20,17 @@ from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.decoder_weights import FUSED, Layout, read_parameters
 from spec_decode.models.draft import DecoderDraft
 from spec_decode.models.draft_vocabulary import HEAD, DraftVocabulary, read_vocabulary
-from spec_decode.models.layer_windows import ARCHITECTURES as ARCHITECTURES
+from spec_decode.models.layer_windows import ARCHITECTURES as _FAMILIES
+from spec_decode.models.layer_windows import HYBRIDS
 from spec_decode.models.layers.decoder_layer import LayerOptions, make_layer
 from spec_decode.models.layers.linear import Embedding
 from spec_decode.models.mixture_layers import FAMILIES, read_mixture_layer
+from spec_decode.models.text_section import WITH_PICTURES, TextSection
 
+ARCHITECTURES = tuple(name for name, family in _FAMILIES.items() if family not in HYBRIDS)
+"""Of drafts. A hybrid has a layer that drafts for it."""
 EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDING = EMBEDDING.removeprefix("model.")
 _LAYOUTS: dict[str, Layout] = {"phi3": FUSED, "gemma3_text": {"mlp_norm": ("pre_feedforward_layernorm",)}}
 """Names of a family's tensors that differ from Llama's."""
 _TIED = ("gemma3_text",)
@@ -78,6 +83,11 @@ def serves(store: TensorStore) -> bool:
     return len(store.architectures) == 1 and store.architectures[0] in ARCHITECTURES
 
 
+def keeps_states(store: TensorStore) -> bool:
+    """Whether config.json names an architecture with recurrent layers."""
+    return any((_FAMILIES | WITH_PICTURES).get(name) in HYBRIDS for name in store.architectures)
+
+
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> CausalDraft:
     """Load the draft, ready to run. Raises CheckpointError."""
     weights = ScopedWeights(store, "", dtype, device)
@@ -111,13 +121,15 @@ def load_target(
     layers = _layers(config, weights)
     with torch.device("meta"):
         rotary = config.make_rotary()
-        target = DecoderTarget(config.model, config, rotary, layers, states(config.model.num_layers))
-    target.kv_scales = store.kv_scales(range(config.model.num_layers))
+        target = DecoderTarget(config.model, config, rotary, layers, states(config.model.num_layers), config.recurrent)
+    attending = [layer for group in config.layer_groups(1, dtype) for layer in group.layers]
+    target.kv_scales = store.kv_scales(attending)
     return _read(target, weights)
 
 
 def _layers(config: DecoderConfig, weights: ScopedWeights) -> list[nn.Module]:
-    """Return the layers: on the meta device, or with their weights if they are a mixture's. Raises CheckpointError."""
+    """Return the layers: on the meta device, or with their weights if they are a mixture's or a hybrid's. Raises
+    CheckpointError."""
     count, family = config.model.num_layers, family_of(weights.store)
     if family in FAMILIES:
         return [read_mixture_layer(config, weights, layer, family) for layer in range(count)]
@@ -128,23 +140,26 @@ def _layers(config: DecoderConfig, weights: ScopedWeights) -> list[nn.Module]:
 
 def _read(model: M, weights: ScopedWeights) -> M:
     """Read the parameters that are left, and refuse tensors that no part of the model is. Raises CheckpointError."""
-    store = weights.store
-    tied = store.config.get("tie_word_embeddings", bool, family_of(store) in _TIED)
-    head = EMBEDDING if tied else HEAD
-    layout = _LAYOUTS.get(family_of(store), {})
-    model = read_parameters(model, weights, lambda name: head if name == HEAD else f"model.{name}", layout)
+    store, family = weights.store, family_of(weights.store)
+    fields, prefix = TextSection.of(store)
+    tied = fields.get("tie_word_embeddings", bool, family in _TIED)
+    head = prefix + _EMBEDDING if tied else HEAD
+    layout = _LAYOUTS.get(family, {})
+    model = read_parameters(model, weights, lambda name: head if name == HEAD else prefix + name, layout)
     if tied and weights.has(HEAD):
         table = model.embed.weight
         _check_tied(store, weights.take(HEAD, *table.shape), table)
     first = len(model.layers)
-    store.refuse_unused(drafts=range(first, first + store.config.get("num_nextn_predict_layers", int, 0)))
+    drafts = range(first, first + store.config.get("num_nextn_predict_layers", int, 0))
+    # What drafts for a hybrid, and what reads its pictures, has names of its own.
+    store.refuse_unused(under=prefix if family in HYBRIDS else "", drafts=drafts)
     return model
 
 
 def _check_tied(store: TensorStore, head: torch.Tensor, embedding: torch.Tensor) -> None:
     if not torch.equal(head, embedding):
         raise CheckpointError(
-            f"lm_head.weight in {store.folder} differs from model.embed_tokens.weight, but tie_word_embeddings is "
+            f"lm_head.weight in {store.folder} differs from {_EMBEDDING}, but tie_word_embeddings is "
             "true; either could be the trained head. Set tie_word_embeddings to false, or remove lm_head.weight."
         )
 

@@ -7,10 +7,12 @@ Legend: T tokens, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from builders import StateSpec
 from spec_decode.model_api import Attention, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.draft import AttentionConfig
@@ -61,8 +63,6 @@ class Decoder(nn.Module):
 class DecoderTarget(Decoder, TargetModel):
     """A target of this library's layers."""
 
-    batch_invariant = True
-
     def __init__(
         self,
         model: ModelConfig,
@@ -70,8 +70,10 @@ class DecoderTarget(Decoder, TargetModel):
         rotary: Rotary,
         layers: Iterable[nn.Module],
         aux_hidden_state_layers: Sequence[int] | None = None,
+        recurrent: LayerGroup[StateSpec] | None = None,
     ) -> None:
         """model: the sizes. config: the attention of the layers. aux_hidden_state_layers: as in TransformersTarget.
+        recurrent: the layers with states; the journal and the dtype of their spec do not count.
 
         Raises ValueError for aux_hidden_state_layers that the model does not have.
         """
@@ -84,7 +86,12 @@ class DecoderTarget(Decoder, TargetModel):
         self.target_states_size = model.hidden_size * (1 if aux is None else len(aux))
         self.embed = make_embedding(model, model.vocab_size)
         self.add_layers(model, layers, model.vocab_size)
-        self.rotary, self.state_scale = rotary, model.state_scale
+        self.rotary, self.state_scale, self._recurrent = rotary, model.state_scale, recurrent
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether no layer has states: their blocks of tokens depend on the batch."""
+        return self._recurrent is None
 
     @property
     def output_projection(self) -> torch.Tensor | None:
@@ -98,6 +105,12 @@ class DecoderTarget(Decoder, TargetModel):
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """Return the layers in groups of the same attention spec."""
         return self.config.layer_groups(page_size, self.embed.weight.dtype)
+
+    def state_groups(self, journal: int) -> list[LayerGroup[StateSpec]]:
+        """Return the recurrent layers in one group, if there are any."""
+        if (group := self._recurrent) is None:
+            return []
+        return [replace(group, spec=replace(group.spec, journal=journal, dtype=self.embed.weight.dtype))]
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
         """Return the normed states for token_ids and positions, int64 [T], and the auxiliary ones, else the same."""

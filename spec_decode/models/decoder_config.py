@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from builders import StateSpec
 from spec_decode.model_api import LayerGroup
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
@@ -36,6 +37,8 @@ class DecoderConfig:
     """Whether each layer is causal; None: all are."""
     window_rope: RopeConfig | None = None
     """The rotation in layers with a window, if it differs from that in others."""
+    recurrent: LayerGroup[StateSpec] | None = None
+    """The layers without attention; the journal and the dtype of their spec do not count. None: all layers attend."""
 
     def make_rotary(self) -> RotaryEmbedding:
         """Return the angles for the layers. Raises CheckpointError for an unreasonably large table."""
@@ -44,12 +47,14 @@ class DecoderConfig:
         return WindowRotary(self.model, self.scaling, self.window_rope, self.windows)
 
     def layer_groups(self, page_size: int, dtype: torch.dtype) -> list[LayerGroup]:
-        """Return one group for each distinct window and causality, in the order of their first layers."""
-        kinds = list(zip(self.windows, self.causal or (True,) * len(self.windows), strict=True))
+        """Return one group of attention for each distinct window and causality, in the order of their first layers."""
+        kinds = dict(enumerate(zip(self.windows, self.causal or (True,) * len(self.windows), strict=True)))
+        for layer in () if self.recurrent is None else self.recurrent.layers:
+            del kinds[layer]
         groups = []
-        for window, causal in dict.fromkeys(kinds):
+        for window, causal in dict.fromkeys(kinds.values()):
             spec = replace(self.model, sliding_window=window).attention_spec(page_size, dtype)
-            layers = tuple(layer for layer, kind in enumerate(kinds) if kind == (window, causal))
+            layers = tuple(layer for layer, kind in kinds.items() if kind == (window, causal))
             name = ("layers" if window is None else f"window{window}") + ("" if causal else "_blocks")
             groups.append(LayerGroup(name=name, spec=replace(spec, causal=causal), layers=layers))
         return groups

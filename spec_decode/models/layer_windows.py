@@ -20,6 +20,9 @@ ARCHITECTURES = {
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "GraniteForCausalLM": "granite",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
 }
 """The family of each class of language model that this library's layers compute."""
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
@@ -30,6 +33,11 @@ _PATTERNS = {"gemma3_text": 6, "olmo3": 4, "gpt_oss": 2}
 """Families in which layer_types lists the windows, or else all layers but every so many have one."""
 _WINDOW, _FIRST = 4096, 28
 """What an absent sliding_window and max_window_layers mean to the families that read them."""
+
+RECURRENT = "linear_attention"
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families in which layers without full attention are recurrent: as layer_types lists them, or all but every so
+many."""
 
 Windows = tuple[int | None, ...]
 
@@ -60,6 +68,20 @@ def read_windows(config: ConfigReader, num_layers: int, *, family: str, listed: 
     if family in _BY_LAYER:
         return tuple(window if kind == SLIDING else None for kind in default_kinds(config, num_layers, window))
     return (window if family in ("mistral", "phi3", *_SWITCHED) else None,) * num_layers
+
+
+def read_recurrent_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
+    """Return the recurrent layers of a hybrid family. Raises CheckpointError."""
+    every = config.get("full_attention_interval", int, 4)
+    kinds = config.optional("layer_types", list)
+    if kinds is None and every >= 1:
+        kinds = [RECURRENT if (layer + 1) % every else FULL for layer in range(num_layers)]
+    if kinds is None or len(kinds) != num_layers or not {FULL} <= {*kinds} <= {FULL, RECURRENT}:
+        raise CheckpointError(
+            f"layer_types in {config.place} must name {FULL} or {RECURRENT} for each of {num_layers} layers, {FULL} at "
+            f"least once, got {kinds}{'' if kinds else f' and full_attention_interval {every}'}. Restore the file."
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == RECURRENT)
 
 
 def no_windows(config: ConfigReader, num_layers: int) -> Windows:

@@ -15,14 +15,21 @@ from spec_decode.models.checkpoints.folder_kind import is_mxfp4
 from spec_decode.models.checkpoints.fp8_layout import FIELD
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.layer_ropes import has_layer_ropes, read_layer_ropes
-from spec_decode.models.layer_windows import ARCHITECTURES
+from spec_decode.models.layer_windows import ARCHITECTURES, HYBRIDS
 from spec_decode.models.layers.rope import rope_section
+from spec_decode.models.text_section import WITH_PICTURES, TextSection
 
 _REQUIRED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "max_position_embeddings", "rms_norm_eps",
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
-"""Fields that have no default here: the families' own differ."""
+"""Fields that have no default here: the families' own differ. So has intermediate_size, but where every layer has a
+mixture."""
+_MIXTURE = ("num_experts_per_tok", "moe_intermediate_size")
+_STATES = tuple(
+    f"linear_{name}"
+    for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+)
+_HYBRID = ("num_key_value_heads", "head_dim", *_STATES)
 _ALSO_REQUIRED = {
     "llama": (),
     "mistral": ("num_key_value_heads",),
@@ -47,7 +54,11 @@ _ALSO_REQUIRED = {
         "first_k_dense_replace",
     ),
     "gpt_oss": ("num_key_value_heads", "head_dim", "num_experts_per_tok", "sliding_window"),
+    "qwen3_next": (*_HYBRID, *_MIXTURE, "norm_topk_prob", "num_experts", "shared_expert_intermediate_size"),
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": (*_HYBRID, *_MIXTURE, "num_experts", "shared_expert_intermediate_size"),
 }
+_ONLY_MIXTURES = ("qwen3_5_moe_text",)
 _READ = (
     "model_type", "architectures", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta",
     "rope_parameters", "rope_scaling",
@@ -55,6 +66,10 @@ _READ = (
 """Further fields that every family reads."""
 _SWITCHED_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 _PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
+_LAYER_KINDS = (
+    "attention_bias", "layer_types", "full_attention_interval", "partial_rotary_factor", "mlp_only_layers",
+    "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+)  # fmt: skip
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _ALSO_READ = {
     "llama": ("attention_bias",),
@@ -76,9 +91,13 @@ _ALSO_READ = {
     "granite": ("attention_bias", *_MULTIPLIERS),
     "glm4_moe": ("attention_bias", "use_qk_norm", "partial_rotary_factor", "num_nextn_predict_layers"),
     "gpt_oss": ("attention_bias", "layer_types", "num_experts", "num_local_experts", "swiglu_alpha", "swiglu_limit"),
+    "qwen3_next": (*_LAYER_KINDS, "decoder_sparse_step"),
+    "qwen3_5_text": _LAYER_KINDS,
+    "qwen3_5_moe_text": (*_LAYER_KINDS, "intermediate_size"),
 }
 """Fields that the layers of a family read, and those of them that have no meaning to a family, as max_window_layers to
-Qwen3-MoE. auto_map names code in folders of Phi-3, which `transformers` does not run: it has its own."""
+Qwen3-MoE, or only to the layer that drafts for it. auto_map names code in folders of Phi-3, which `transformers` does
+not run: it has its own."""
 _FIXED: dict[str, object] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -94,6 +113,7 @@ _FIXED: dict[str, object] = {
 _ALSO_FIXED: dict[str, dict[str, object]] = {
     "qwen2": {"use_mrope": False},
     "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
+    **{family: {"attn_output_gate": True, "mamba_ssm_dtype": "float32"} for family in HYBRIDS},
     "gemma3_text": {
         "hidden_activation": "gelu_pytorch_tanh",
         "attn_logit_softcapping": None,
@@ -123,35 +143,55 @@ _SCALINGS = {
 """The fields of each scaling. All of them must be given."""
 _OPTIONAL = {"yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})}
 """Fields of a scaling that can be absent."""
+_PARTLY_ROTATED = ("glm4_moe", *HYBRIDS)
 _SCALINGS_OF = {"phi3": ("default",)}
 """The scalings that a family knows, if not all of them; Phi-3 takes YaRN for LongRoPE."""
 _TENSORS = re.compile(
     r"lm_head\.weight|model\.(embed_tokens|norm)\.weight"
-    r"|model\.layers\.\d+\..*(weight|bias|inv_freq|gate_up_proj|down_proj|sinks)"
+    r"|model\.layers\.\d+\..*(weight|bias|inv_freq|gate_up_proj|down_proj|sinks|A_log)"
 )
 """Names of tensors. transformers leaves others out if no part of the model reads them, such as a cache's scales."""
 _MXFP4_TENSORS = re.compile(
     rf"{_TENSORS.pattern}|model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj_(blocks|scales)"
 )
 """The same with experts in MXFP4."""
+_INSIDE = _TENSORS.pattern.replace("|model", r"|model(?:\.language_model)?")
+_HYBRID_TENSORS = re.compile(rf"{_INSIDE}|mtp\..+|model\.visual\..+")
+"""The same with the layer that drafts, and what reads pictures."""
+_AROUND = frozenset({
+    "architectures", "model_type", "text_config", "vision_config", "tie_word_embeddings", "image_token_id",
+    "video_token_id", "vision_start_token_id", "vision_end_token_id",
+})  # fmt: skip
+"""Fields around the section of a text: of pictures, and those that say the same of both."""
 
 
 def read_fields(family: str) -> frozenset[str]:
     """Return the fields of config.json that the layers of a family read."""
-    return frozenset({*_REQUIRED, *_ALSO_REQUIRED[family], *_READ, *_ALSO_READ[family]})
+    return frozenset({*_required(family), *_READ, *_ALSO_READ[family]})
+
+
+def _required(family: str) -> tuple[str, ...]:
+    dense = () if family in _ONLY_MIXTURES else ("intermediate_size",)
+    return (*_REQUIRED, *dense, *_ALSO_REQUIRED[family])
 
 
 def unserved(store: TensorStore) -> str | None:
     """Return why this library's layers do not compute the model in a folder, or None if they do."""
-    fields, names = store.config.values, store.architectures
-    family = ARCHITECTURES.get(names[0]) if len(names) == 1 else None
+    names = store.architectures
+    family = (ARCHITECTURES | WITH_PICTURES).get(names[0]) if len(names) == 1 else None
+    try:
+        fields = dict(TextSection.of(store).fields.values)
+    except CheckpointError as error:
+        return str(error)
     if family is None or fields.get("model_type") != family:
         said = f"architectures {fields.get('architectures')!r:.80} and model_type {fields.get('model_type')!r:.40}"
-        return f"config.json has {said}; our layers know {', '.join(ARCHITECTURES)}"
-    if missing := [name for name in (*_REQUIRED, *_ALSO_REQUIRED[family]) if name not in fields]:
+        return f"config.json has {said}; our layers know {', '.join((*ARCHITECTURES, *WITH_PICTURES))}"
+    if names[0] in WITH_PICTURES and (why := _unserved_around(store.config.values, fields, family)):
+        return why
+    if missing := [name for name in _required(family) if name not in fields]:
         return f"config.json has no {missing[0]}, whose default only transformers knows"
     narrow = family == "gpt_oss" and is_mxfp4(fields)
-    tensors = _MXFP4_TENSORS if narrow else _TENSORS
+    tensors = _MXFP4_TENSORS if narrow else _HYBRID_TENSORS if family in HYBRIDS else _TENSORS
     read, fixed = read_fields(family), _FIXED | _ALSO_FIXED.get(family, {})
     for name, value in fields.items():
         if name in read or name in _NO_EFFECT or (name == FIELD and (narrow or value is None)):
@@ -165,17 +205,29 @@ def unserved(store: TensorStore) -> str | None:
     return _unserved_rope(store, family) or _unserved_experts(family, fields)
 
 
+def _unserved_around(fields: Mapping[str, Any], text: Mapping[str, Any], family: str) -> str | None:
+    """Return what fields around the text's section ask for that our layers do not compute."""
+    if fields.get("model_type") != family.removesuffix("_text"):
+        return f"config.json has model_type {fields.get('model_type')!r:.40} around a text_config of {family}"
+    quantised = {FIELD} if fields.get(FIELD) is None else set[str]()
+    if unknown := sorted(fields.keys() - _AROUND - _NO_EFFECT - quantised):
+        return f"config.json has {unknown[0]:.80} beside its text_config, which our layers do not know"
+    tied = [section.get("tie_word_embeddings", False) for section in (fields, text)]
+    return "config.json and its text_config differ in tie_word_embeddings" if tied[0] != tied[1] else None
+
+
 def _unserved_rope(store: TensorStore, family: str) -> str | None:
-    if all(store.config.values.get(name) for name in ("rope_parameters", "rope_scaling")):
+    fields = TextSection.of(store).fields
+    if all(fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
         return "config.json has both rope_parameters and rope_scaling"
     if not has_layer_ropes(family):
-        sections = [rope_section(store.config).values]
+        sections = [rope_section(fields).values]
     else:
         try:
-            sections = [section.values for section in read_layer_ropes(store.config, family)]
+            sections = [section.values for section in read_layer_ropes(fields, family)]
         except CheckpointError as error:
             return str(error)
-    theta = {name: value for name, value in store.config.values.items() if name in _THETAS}
+    theta = {name: value for name, value in fields.values.items() if name in _THETAS}
     return next(filter(None, (_unserved_section(family, section, theta) for section in sections)), None)
 
 
@@ -188,7 +240,12 @@ def _unserved_section(family: str, section: Mapping[str, Any], theta: Mapping[st
     if has_layer_ropes(family):
         # transformers looks for it beside the sections of these families.
         optional -= {"truncate"}
-    if unknown := sorted(section.keys() - _ROPE - _SCALINGS[kind] - optional):
+    known_keys = _ROPE | _SCALINGS[kind] | optional
+    parts = section.get("mrope_section", [0, 0, 0])
+    if family in HYBRIDS and isinstance(parts, list) and len(parts) == 3 and all(type(each) is int for each in parts):
+        # Which side of a picture an angle counts along: in a text, all count tokens.
+        known_keys |= {"mrope_section", "mrope_interleaved"}
+    if unknown := sorted(section.keys() - known_keys):
         return f"config.json's rotary embedding of type {kind} has {unknown[0]:.80}, which our layers do not know"
     if nulls := sorted(name for name, value in (*section.items(), *theta.items()) if value is None):
         return f"config.json's rotary embedding has null as {nulls[0]}"
@@ -196,7 +253,7 @@ def _unserved_section(family: str, section: Mapping[str, Any], theta: Mapping[st
         return "config.json has no rotary embedding with a rope_theta, whose defaults only transformers knows"
     if missing := sorted(_SCALINGS[kind] - section.keys()):
         return f"config.json's rotary embedding of type {kind} has no {missing[0]}"
-    if family != "glm4_moe" and (part := section.get("partial_rotary_factor")) not in (None, 1.0):
+    if family not in _PARTLY_ROTATED and (part := section.get("partial_rotary_factor")) not in (None, 1.0):
         return f"partial_rotary_factor in config.json is {part!r:.80}, and our layers rotate whole heads only"
     return None
 

@@ -4,13 +4,7 @@ from itertools import product
 
 import torch
 
-import attn_backends.kernels.add_rms_norm
-import attn_backends.kernels.linear.batch_invariant_linear
-import attn_backends.kernels.linear.linear_op
-import attn_backends.kernels.linear.narrow_rows
-import attn_backends.kernels.linear.streamed_shares
-import attn_backends.kernels.linear.swiglu
-import attn_backends.kernels.linear.top_tokens  # noqa: F401
+import spec_decode.models.layers.delta_net  # noqa: F401
 from attn_backends.kernels.linear.fp8_weight import Fp8Weight, operands
 from tests.attn_backends.kernels.linear import skinny_oracle, streamed_oracle
 from tests.ops.sample import CLOSE, each, noise, op
@@ -48,6 +42,23 @@ def add_rms_norm():
 def sigmoid_gate():
     for width, dtype, gates in each((40, 1, 3000), DTYPES, (None, 1)):
         yield noise(3, width, dtype=dtype), noise(3, gates or width, seed=1, dtype=dtype) * 5
+
+
+@op("spec_decode::delta_gates", close=CLOSE, strided="projected")
+def delta_gates():
+    for heads, dtype in each((3, 1, 32), DTYPES):
+        projected = noise(4, 2 * heads, dtype=dtype) * 6
+        yield projected, noise(heads, seed=1), noise(heads, seed=2)
+    # Decays of nearly 0, and steps of which softplus is the identity.
+    steps = torch.tensor([[-80.0, -30.0, -17.0, -16.0, 19.9, 20.1, 90.0]])
+    yield torch.cat([steps, steps], 1), torch.zeros(7), torch.zeros(7)
+
+
+@op("spec_decode::norm_and_gate", close=CLOSE, strided="gate")
+def norm_and_gate():
+    for heads, dim, dtype in each((3, 1), (20, 1, 64), DTYPES):
+        x, gate = noise(4, heads, dim, dtype=dtype), noise(4, heads * dim, seed=1, dtype=dtype) * 5
+        yield x, gate, noise(dim, seed=2, dtype=dtype), 1e-6
 
 
 @op("attn_backends::swiglu", close=CLOSE, strided="gate_up")

@@ -13,7 +13,7 @@ from spec_decode.models.checkpoints.files import CheckpointError
 LayerScales = dict[int, tuple[float, float]]
 """Layer -> the scales of its keys and of its values."""
 SCHEME = "kv_cache_scheme"
-_NAME = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.(?:([kv])_proj\.)?([kv])_scale")
+_NAME = re.compile(r"model\.(?:language_model\.)?layers\.(\d{1,9})\.self_attn\.(?:([kv])_proj\.)?([kv])_scale")
 _SCHEME: dict[str, bool | str | float] = {
     "num_bits": 8,
     "type": "float",

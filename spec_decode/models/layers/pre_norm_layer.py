@@ -5,7 +5,7 @@ Legend: T tokens, H hidden size.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from spec_decode.models.layers.mla_attention import MlaAttention
 from spec_decode.models.layers.moe import MixtureOfExperts
 from spec_decode.models.layers.rms_norm import RMSNorm
 
+if TYPE_CHECKING:
+    from spec_decode.models.layers.delta_net import DeltaNet
+
 
 class PreNormLayer(nn.Module):
     """Attention and feed-forward, each with a pre-norm and a residual."""
@@ -27,7 +30,7 @@ class PreNormLayer(nn.Module):
         self,
         layer: int,
         attention_norm: RMSNorm | None,
-        attention: MlaAttention | GroupedAttention,
+        attention: MlaAttention | GroupedAttention | DeltaNet,
         mlp_norm: RMSNorm,
         mlp: FeedForward | MixtureOfExperts,
     ) -> None:

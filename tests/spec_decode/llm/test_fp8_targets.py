@@ -27,7 +27,7 @@ from tests.spec_decode.llm.test_published_targets import WORDS, texts
 from tests.spec_decode.models.checkpoints.fp8_folders import write_fp8
 from tests.spec_decode.models.test_decoder_target import close, folder_of, make_model, whole
 
-KINDS = ("llama-3", "llama-biased", "smollm2", "qwen3-moe-some-dense")
+KINDS = ("llama-3", "llama-biased", "smollm2", "qwen3-moe-some-dense", "qwen3.5", "qwen3-next")
 
 
 def load(kind: str, *, quantises: bool = True) -> DecoderTarget:
@@ -42,7 +42,8 @@ def products(target: torch.nn.Module) -> dict[str, Fp8Weight]:
 def test_logits_are_those_of_the_widened_weights(kind: str) -> None:
     target, wide = load(kind), load(kind, quantises=False)
     left = {path for path, weight in target.named_parameters() if weight.dim() > 1}
-    assert left <= {"embed.weight", *(f"layers.{layer}.mlp.router" for layer in range(4))}
+    parts = ("mlp.router", "mlp.shared.gate", "attention.project_gates", "attention.convolution")
+    assert left <= {"embed.weight", *(f"layers.{layer}.{part}" for layer in range(4) for part in parts)}
     # In fp32, which leaves 8-bit weights as they are.
     before = whole(wide.float())[0]
     for path, weight in products(target).items():

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from attn_backends import NoBackend, register, unregister
 from attn_backends.torch_state import TorchState
+from builders import BatchError
 from spec_decode.llm import LLM, SamplingParams
 from spec_decode.models import CheckpointError, TransformersTarget
 from spec_decode.trees import DraftTree
@@ -124,6 +125,21 @@ def test_backend_of_states_can_be_named(folder_of: Any, request: pytest.FixtureR
     assert {each.name for each in chosen.draft.values()} == {"torch_reference"}
     with pytest.raises(NoBackend, match="other_state keeps recurrent states, and the model has none"):
         LLM(folder_of("Qwen3_5TextConfig"), draft_backend="other_state", **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_explain_says_whose_layers_run(family: str, folder_of: Any) -> None:
+    llm = LLM(folder_of(family), device="cpu")
+    ours = "target runs on this library's layers"
+    assert (llm.explain().splitlines()[0] == ours) is (family in WITH_MTP)
+    pinned = LLM(folder_of(family), device="cpu", target="transformers").generate(PROMPTS[:3], GREEDY, progress=False)
+    assert [list(found.token_ids) for found in pinned] == wanted(family)[:3]
+
+
+@pytest.mark.parametrize("family", WITH_MTP)
+def test_hybrid_target_is_not_batch_invariant(family: str, folder_of: Any) -> None:
+    with pytest.raises(BatchError, match="has recurrent layers, whose blocks of tokens depend on the batch"):
+        LLM(folder_of(family), device="cpu", batch_invariant=True)
 
 
 @pytest.mark.parametrize("family", SPECS)

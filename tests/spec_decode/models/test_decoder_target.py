@@ -21,10 +21,11 @@ from spec_decode.models import CheckpointError, TransformersTarget, load_draft
 from spec_decode.models.causal_lm import load_target
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder import DecoderTarget
-from spec_decode.models.layer_windows import ARCHITECTURES, FULL, SLIDING
+from spec_decode.models.layer_windows import ARCHITECTURES, FULL, RECURRENT, SLIDING
 from spec_decode.models.target_fields import read_fields, unserved
 from spec_decode.paged.attention import PagedAttention
-from spec_decode.paged.kv_groups import KVGroup, build_ragged, make_group
+from spec_decode.paged.kv_groups import KVGroup, build_ragged, make_group, make_state_groups
+from spec_decode.paged.state_group import StateGroup
 from tests.factories import CPU, make_tables
 
 transformers = pytest.importorskip("transformers")
@@ -106,6 +107,17 @@ OSS = {
     "rope_parameters": OSS_YARN,
     "swiglu_limit": 0.5,
 }
+STATES = {
+    "layer_types": [RECURRENT, FULL, RECURRENT, FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+}
+SHARED = {**MIXTURE, "shared_expert_intermediate_size": 20}
+NEVER_NORMED = {name: value for name, value in SHARED.items() if name != "norm_topk_prob"}
+ALIKE = {**STATES, "linear_num_value_heads": 2, "linear_value_head_dim": 8}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2": ("Llama", {"num_key_value_heads": 4}),
     "llama-3": ("Llama", {"rope_parameters": LLAMA3}),
@@ -148,11 +160,21 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-plain": ("GptOss", {**OSS, "attention_bias": False, "layer_types": [FULL, FULL, SLIDING, FULL]}),
     "glm-4.5": ("Glm4Moe", {**SIGMOID, "n_group": 3, "topk_group": 2, "attention_bias": True, "use_qk_norm": True}),
     "glm-4.5-air": ("Glm4Moe", {**SIGMOID, "norm_topk_prob": False}),
+    "qwen3.5": ("Qwen3_5", {**STATES, "attention_bias": True}),
+    "qwen3.5-tied": ("Qwen3_5", {**ALIKE, "layer_types": None, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**STATES, **NEVER_NORMED}),
+    "qwen3-next": ("Qwen3Next", {**STATES, **SHARED, "norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "qwen3-next-every-other": ("Qwen3Next", {**ALIKE, **SHARED, "decoder_sparse_step": 2}),
 }
+WITH_STATES = tuple(kind for kind, (family, _) in KINDS.items() if family in ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next"))
+
+
+NESTED = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+"""Families whose Config is that of a model with pictures."""
 
 
 def configuration(family: str) -> Any:
-    return getattr(transformers, f"{family}{'TextConfig' if family == 'Gemma3' else 'Config'}")
+    return getattr(transformers, f"{family}{'TextConfig' if family in NESTED else 'Config'}")
 
 
 def make_model(kind: str, **changes: Any) -> Any:
@@ -163,7 +185,7 @@ def make_model(kind: str, **changes: Any) -> Any:
         torch.manual_seed(7)
         model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith(("bias", "sinks")):
+            if name.endswith(("bias", "sinks", "A_log")):
                 parameter.data.normal_()
             elif name.endswith("norm.weight"):
                 parameter.data.add_(0.3 * torch.randn(parameter.shape))
@@ -183,10 +205,14 @@ def load(folder: Path, states: tuple[int, ...] | None = None) -> DecoderTarget:
     return load_target(store, lambda _: states, dtype=torch.float32, device=CPU)
 
 
-def paged(model: TargetModel | DraftModel) -> tuple[list[KVGroup], RequestTables]:
+def paged(model: TargetModel | DraftModel) -> tuple[list[KVGroup | StateGroup], RequestTables]:
     described, backend = model.layer_groups(PAGE), get("torch_reference")
-    groups = [make_group(g.name, backend, g.spec, g.layers, num_pages=64 // PAGE, device=CPU) for g in described]
-    return groups, make_tables([64], page_sizes=[PAGE] * len(described))
+    groups: list[KVGroup | StateGroup] = [
+        make_group(g.name, backend, g.spec, g.layers, num_pages=64 // PAGE, device=CPU) for g in described
+    ]
+    if isinstance(model, TargetModel):
+        groups += make_state_groups("target", model.state_groups(len(TEXT)), backend, 1, CPU)
+    return groups, make_tables([64], page_sizes=[PAGE] * len(described) + [64] * (len(groups) - len(described)))
 
 
 def whole(target: TargetModel) -> tuple[torch.Tensor, TargetStates]:
@@ -218,7 +244,7 @@ def test_logits_match_transformers_own(kind: str) -> None:
     target, own = load(folder_of(kind)), make_model(kind)
 
     assert close(whole(target)[0], own(TEXT[None]).logits[0])
-    assert target.batch_invariant and target.num_layers == 4 and target.vocab_size == 64
+    assert target.batch_invariant is (kind not in WITH_STATES) and target.num_layers == 4 and target.vocab_size == 64
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -329,6 +355,11 @@ FOREIGN = {
     "torch_dtype": ["bfloat16"],
     "quantization_config": [{"quant_method": "fp8"}],
     "auto_map": [{"AutoModelForCausalLM": "modeling.Other"}],
+    "full_attention_interval": [2, 0, 9],
+    "attn_output_gate": [True, False],
+    "mamba_ssm_dtype": ["float32", "bfloat16"],
+    "mtp_num_hidden_layers": [1],
+    "mtp_use_dedicated_embeddings": [True],
     "no_such_field": [1, None],
 }
 """Values of fields that a config.json can have beside those that its family reads."""
@@ -347,11 +378,13 @@ ROPE = {
     "mscale_all_dim": [2.0],
     "truncate": [True, False, None],
     "partial_rotary_factor": [0.5, 1.0],
+    "mrope_section": [[2, 1, 1], [2], "other"],
+    "mrope_interleaved": [True],
     "no_such_field": [1],
 }
 MUTATED = (
     "llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe", "glm-4.5", "gpt-oss",
-    "phi-3-window", "gemma-3", "olmo-2", "olmo-3", "granite",
+    "phi-3-window", "gemma-3", "olmo-2", "olmo-3", "granite", "qwen3.5", "qwen3.5-moe", "qwen3-next",
 )  # fmt: skip
 MUTATED_ALWAYS = ("llama-3",)
 """The others among the slow tests: they take a minute together."""
@@ -499,6 +532,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma-3": ("gemma-3", {"cache_implementation": "hybrid", "final_logit_softcapping": None}),
     "GPT-OSS": ("gpt-oss", {"experts_per_token": 2, "initial_context_length": 4096, "router_aux_loss_coef": 0.9}),
     "GLM-4.5": ("glm-4.5", {"partial_rotary_factor": 0.5, "rope_scaling": None, "torch_dtype": "bfloat16"}),
+    "Qwen3.5": ("qwen3.5-moe", {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "full_attention_interval": 4,
+                                "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "rope_scaling": None,
+                                "mlp_only_layers": [], "partial_rotary_factor": 0.25}),
+    "Qwen3-Next": ("qwen3-next", {"rope_scaling": None, "rope_theta": 10000.0, "full_attention_interval": 4}),
     "Qwen3-Coder": ("qwen3-moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
 }  # fmt: skip
 """Fields of published files of these families, beside those that the library writes today."""
@@ -509,6 +546,85 @@ def test_published_fields_keep_a_target_on_our_layers(kind: str, copied: Path, f
     config = older(config_of(copied)) if "rope_scaling" not in fields else config_of(copied)
     (copied / "config.json").write_text(json.dumps({**config, **fields}))
     assert close(whole(load(copied))[0], whole(load(folder_of(kind)))[0])
+
+
+def with_pictures(kind: str, folder: Path, **around: Any) -> Path:
+    """A folder of the same text model inside one that reads pictures, with a layer that drafts, as Qwen publishes
+    it."""
+    config = config_of(folder_of(kind))
+    family, name = config["model_type"].removesuffix("_text"), config["architectures"][0]
+    outer = {"architectures": [name.replace("ForCausalLM", "ForConditionalGeneration")], "model_type": family}
+    outer |= {"text_config": config, "image_token_id": 60, "tie_word_embeddings": config["tie_word_embeddings"]}
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(folder_of(kind) / "model.safetensors").items()
+    }
+    tensors |= {"model.visual.pos_embed.weight": torch.ones(2, 2), "mtp.norm.weight": torch.ones(32)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**outer, **around}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-tied", "qwen3.5-moe"])
+def test_language_model_beside_pictures_is_found(kind: str, tmp_path: Path) -> None:
+    folder = with_pictures(kind, tmp_path)
+    check_model(folder)
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    found = whole(load(folder))[0]
+    assert found.equal(whole(load(folder_of(kind)))[0]) and close(found, own(TEXT[None]).logits[0])
+
+
+@pytest.mark.parametrize(
+    ("around", "why"),
+    [
+        ({"model_type": "qwen3_5_moe"}, "model_type 'qwen3_5_moe' around a text_config of qwen3_5_text"),
+        ({"logit_scale": 2.0}, "config.json has logit_scale beside its text_config"),
+        ({"quantization_config": {}}, "config.json has quantization_config beside its text_config"),
+        ({"quantization_config": None}, None),
+        ({"tie_word_embeddings": True}, "config.json and its text_config differ in tie_word_embeddings"),
+        ({"text_config": None}, "model_type None"),
+        ({"text_config": [1]}, "text_config in .* must be an object"),
+    ],
+)
+def test_fields_around_a_language_model_are_not_ignored(
+    around: dict[str, Any], why: str | None, tmp_path: Path
+) -> None:
+    found = unserved(TensorStore.open(with_pictures("qwen3.5", tmp_path, **around)))
+    assert found is None if why is None else re.search(why, str(found))
+
+
+def test_layers_without_attention_have_no_scales_of_a_cache(tmp_path: Path) -> None:
+    folder = with_pictures("qwen3.5", tmp_path)
+    path, at = folder / "model.safetensors", "model.language_model.layers"
+    scales = {f"{at}.{layer}.self_attn.{part}_scale": torch.tensor(0.5) for layer in (1, 3) for part in "kv"}
+    save_file({**load_file(path), **scales}, path, {"format": "pt"})
+    assert load(folder).kv_scales == {1: (0.5, 0.5), 3: (0.5, 0.5)}
+
+
+def test_unknown_part_of_a_hybrid_is_refused(tmp_path: Path) -> None:
+    folder = with_pictures("qwen3.5", tmp_path)
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), "model.language_model.layers.0.more.weight": torch.ones(1)}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 unexpected tensors under model\.language_model\.: .*0\.more"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"layer_types": [RECURRENT] * 4}, r"layer_types in .* full_attention at least once, got \["),
+        ({"layer_types": [FULL, SLIDING, FULL, FULL]}, "must name full_attention or linear_attention for each of 4"),
+        ({"layer_types": [FULL] * 3}, "for each of 4 layers"),
+        ({"layer_types": None, "full_attention_interval": 0}, "got None and full_attention_interval 0"),
+        ({"linear_num_value_heads": 3}, "invalid recurrent layers in .* must be a multiple of num_key_heads"),
+        ({"linear_conv_kernel_dim": 4}, r"conv1d\.weight in .* must be \[80, 1, 4\], got \[80, 1, 3\]"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["qwen3.5"])
+def test_impossible_hybrid_is_refused(kind: str, copied: Path, fields: dict[str, Any], why: str) -> None:
+    (copied / "config.json").write_text(json.dumps({**config_of(copied), **fields}))
+    with pytest.raises(CheckpointError, match=why):
+        load(copied)
 
 
 @pytest.mark.parametrize(
