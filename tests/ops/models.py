@@ -10,7 +10,7 @@ import attn_backends.kernels.linear.linear_op
 import attn_backends.kernels.linear.narrow_rows
 import attn_backends.kernels.linear.streamed_shares
 import attn_backends.kernels.linear.swiglu
-import attn_backends.kernels.linear.top_tokens
+import attn_backends.kernels.linear.top_tokens  # noqa: F401
 import spec_decode.models.layers.delta_net  # noqa: F401
 from attn_backends.kernels.linear.fp8_weight import Fp8Weight, operands
 from tests.attn_backends.kernels.linear import skinny_oracle, streamed_oracle
