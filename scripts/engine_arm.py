@@ -358,10 +358,9 @@ def _other_drafts() -> Iterator[EngineArm]:
 
 
 def engine_problems(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return each arm that failed, and each of ours whose Llama runs elsewhere than on this library's layers."""
+    """Return each arm that failed, and each of ours whose target runs elsewhere than on this library's layers."""
     ours = [each for each in found if each["arm"]["engine"] == OURS and each["rows"]]
-    llamas = [each for each in ours if each["arm"].get("size", "llama").startswith("llama")]
-    elsewhere = [each for each in llamas if "target runs on this library's layers" not in each["explain"]]
+    elsewhere = [each for each in ours if "target runs on this library's layers" not in each["explain"]]
     return [*vllm_arm.failures(found), *(f"{each['arm']['name']}: {each['explain'][0]}" for each in elsewhere)]
 
 
