@@ -15,17 +15,17 @@ from spec_decode.models.checkpoints.folder_kind import is_mxfp4
 from spec_decode.models.checkpoints.mask_token import read_mask_token
 from spec_decode.models.checkpoints.mxfp4 import check_modules
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
-from spec_decode.models.decoder import Decoder, DecoderTarget, make_embedding
+from spec_decode.models.decoder import Decoder, DecoderTarget, check_aux_layers, make_embedding
 from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.decoder_weights import FUSED, Layout, read_parameters
 from spec_decode.models.draft import DecoderDraft
 from spec_decode.models.draft_vocabulary import HEAD, DraftVocabulary, read_vocabulary
 from spec_decode.models.layer_windows import ARCHITECTURES as _FAMILIES
-from spec_decode.models.layer_windows import HYBRIDS
+from spec_decode.models.layer_windows import HYBRIDS, read_recurrent_layers
 from spec_decode.models.layers.decoder_layer import LayerOptions, make_layer
 from spec_decode.models.layers.linear import Embedding
 from spec_decode.models.mixture_layers import FAMILIES, read_mixture_layer
-from spec_decode.models.text_section import WITH_PICTURES, TextSection
+from spec_decode.models.text_section import TextSection
 
 ARCHITECTURES = tuple(name for name, family in _FAMILIES.items() if family not in HYBRIDS)
 """Of drafts. A hybrid has a layer that drafts for it."""
@@ -84,8 +84,9 @@ def serves(store: TensorStore) -> bool:
 
 
 def keeps_states(store: TensorStore) -> bool:
-    """Whether config.json names an architecture with recurrent layers."""
-    return any((_FAMILIES | WITH_PICTURES).get(name) in HYBRIDS for name in store.architectures)
+    """Whether a target that `unserved` has no objection to has recurrent layers. Raises CheckpointError."""
+    fields = TextSection.of(store).fields
+    return family_of(store) in HYBRIDS and bool(read_recurrent_layers(fields, fields.get("num_hidden_layers", int)))
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> CausalDraft:
@@ -118,10 +119,11 @@ def load_target(
     config = read_causal_config(store, dtype)
     if is_mxfp4(store.config.values):
         check_modules(store)
+    aux = states(config.model.num_layers)
+    check_aux_layers(aux, config.model.num_layers)
     layers = _layers(config, weights)
     with torch.device("meta"):
-        rotary = config.make_rotary()
-        target = DecoderTarget(config.model, config, rotary, layers, states(config.model.num_layers), config.recurrent)
+        target = DecoderTarget(config.model, config, config.make_rotary(), layers, aux, config.recurrent)
     attending = [layer for group in config.layer_groups(1, dtype) for layer in group.layers]
     target.kv_scales = store.kv_scales(attending)
     return _read(target, weights)

@@ -36,7 +36,8 @@ def read_mixture_layer(config: DecoderConfig, weights: ScopedWeights, layer: int
     model = replace(config.model, sliding_window=config.windows[layer])
     attention: GroupedAttention | DeltaNet
     if (states := config.recurrent) is not None and layer in states.layers:
-        attention = DeltaNet(states.spec, model.hidden_size, model.norm_eps, block.under("linear_attn."))
+        sizes, by_head = (states.spec, model.hidden_size, model.norm_eps), family == "qwen3_next"
+        attention = DeltaNet(*sizes, block.under("linear_attn."), by_head=by_head)
     else:
         attention = GroupedAttention(_shape(config, model, fields, family), block.under("self_attn."))
     return PreNormLayer(

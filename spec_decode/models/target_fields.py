@@ -155,9 +155,11 @@ _MXFP4_TENSORS = re.compile(
     rf"{_TENSORS.pattern}|model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj_(blocks|scales)"
 )
 """The same with experts in MXFP4."""
-_INSIDE = _TENSORS.pattern.replace("|model", r"|model(?:\.language_model)?")
-_HYBRID_TENSORS = re.compile(rf"{_INSIDE}|mtp\..+|model\.visual\..+")
-"""The same with the layer that drafts, and what reads pictures."""
+_HYBRID_TENSORS = re.compile(rf"{_TENSORS.pattern}|mtp\..+")
+"""The same with the layer that drafts."""
+_INSIDE = _HYBRID_TENSORS.pattern.replace("|model", r"|model\.language_model")
+_TENSORS_AND_PICTURES = re.compile(rf"{_INSIDE}|model\.visual\..+")
+"""The same with what reads pictures."""
 _AROUND = frozenset({
     "architectures", "model_type", "text_config", "vision_config", "tie_word_embeddings", "image_token_id",
     "video_token_id", "vision_start_token_id", "vision_end_token_id",
@@ -192,6 +194,7 @@ def unserved(store: TensorStore) -> str | None:
         return f"config.json has no {missing[0]}, whose default only transformers knows"
     narrow = family == "gpt_oss" and is_mxfp4(fields)
     tensors = _MXFP4_TENSORS if narrow else _HYBRID_TENSORS if family in HYBRIDS else _TENSORS
+    tensors = _TENSORS_AND_PICTURES if names[0] in WITH_PICTURES else tensors
     read, fixed = read_fields(family), _FIXED | _ALSO_FIXED.get(family, {})
     for name, value in fields.items():
         if name in read or name in _NO_EFFECT or (name == FIELD and (narrow or value is None)):
@@ -217,7 +220,9 @@ def _unserved_around(fields: Mapping[str, Any], text: Mapping[str, Any], family:
 
 
 def _unserved_rope(store: TensorStore, family: str) -> str | None:
-    fields = TextSection.of(store).fields
+    fields, part = TextSection.of(store).fields, "partial_rotary_factor"
+    if family in _PARTLY_ROTATED and part in fields.values and fields.values[part] is None:
+        return f"config.json has null as {part}, which is no default to transformers"
     if all(fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
         return "config.json has both rope_parameters and rope_scaling"
     if not has_layer_ropes(family):

@@ -57,6 +57,8 @@ def refuse_quantised(folder: Path, config: dict[str, Any], *, narrow: bool = Fal
         where, method = found
         known = (what for what, words in _FORMATS.items() if any(word in method.lower() for word in words))
         problem = f"{next(known, 'this format is not read')}. Use"
+        if problem.startswith("of FP8") and where not in (f"{FIELD} in {place}", *_QUANTISED_FILES):
+            problem = f"FP8 is described by {FIELD} at the top of config.json only. Move it there, or use"
         if readable and not narrow:
             problem = (
                 "a draft reads none. Use" if draft else "a target in transformers reads none. Leave target out, or use"

@@ -37,22 +37,24 @@ def read_state_spec(config: ConfigReader) -> StateSpec:
 
 
 class DeltaNet(nn.Module):
-    """One layer, loaded from tensors with Qwen's names: of Qwen3-Next, which stores the rows of each key head together,
-    or of Qwen3.5."""
+    """One layer, loaded from tensors with Qwen's names."""
 
     project_in: Weight
     out: Weight
 
-    def __init__(self, spec: StateSpec, hidden: int, eps: float, weights: ScopedWeights) -> None:
-        """Raises CheckpointError."""
+    def __init__(self, spec: StateSpec, hidden: int, eps: float, weights: ScopedWeights, *, by_head: bool) -> None:
+        """by_head: whether the rows of each key head are stored together, as Qwen3-Next's are, in two tensors; Qwen3.5
+        has one for each part. Raises CheckpointError."""
         super().__init__()
         self.eps, self.channels, values = eps, spec.conv_channels, spec.num_value_heads * spec.value_dim
         gates = spec.num_value_heads
-        if weights.has("in_proj_qkvz.weight"):
-            rows = _by_part(spec.num_key_heads, *_sizes(spec)).to(weights.device)
-            joined = weights.product(["in_proj_qkvz.weight"], [self.channels + values], hidden)[rows]
-            rows = _by_part(spec.num_key_heads, *[spec.group_size] * 2).to(weights.device)
-            gated = weights.take("in_proj_ba.weight", 2 * gates, hidden)[rows]
+        joined: Weight
+        if by_head:
+            # Read first: only then are the sizes known to be those of real tensors.
+            joined = weights.product(["in_proj_qkvz.weight"], [self.channels + values], hidden)
+            joined = joined[_by_part(spec.num_key_heads, *_sizes(spec)).to(weights.device)]
+            gated = weights.take("in_proj_ba.weight", 2 * gates, hidden)
+            gated = gated[_by_part(spec.num_key_heads, *[spec.group_size] * 2).to(weights.device)]
         else:
             names = ["in_proj_qkv.weight", "in_proj_z.weight"]
             joined = weights.product(names, [self.channels, values], hidden)

@@ -18,7 +18,7 @@ from attn_backends import get
 from builders import RequestTables
 from spec_decode.model_api import DraftInputs, DraftModel, TargetModel, TargetStates
 from spec_decode.models import CheckpointError, TransformersTarget, load_draft
-from spec_decode.models.causal_lm import load_target
+from spec_decode.models.causal_lm import keeps_states, load_target
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder import DecoderTarget
 from spec_decode.models.layer_windows import ARCHITECTURES, FULL, RECURRENT, SLIDING
@@ -599,6 +599,68 @@ def test_layers_without_attention_have_no_scales_of_a_cache(tmp_path: Path) -> N
     scales = {f"{at}.{layer}.self_attn.{part}_scale": torch.tensor(0.5) for layer in (1, 3) for part in "kv"}
     save_file({**load_file(path), **scales}, path, {"format": "pt"})
     assert load(folder).kv_scales == {1: (0.5, 0.5), 3: (0.5, 0.5)}
+
+
+def other_prefix(old: str, new: str, folder: Path) -> Path:
+    """Rename all tensors of a folder that begin with `old`."""
+    path = folder / "model.safetensors"
+    tensors = {re.sub(f"^{old}", new, name): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5"])
+def test_names_that_only_transformers_reads_are_left_to_it(kind: str, copied: Path, tmp_path: Path) -> None:
+    text = other_prefix(r"model\.", "model.language_model.", copied)
+    assert "the weights have model.language_model.embed_tokens.weight" in str(unserved(TensorStore.open(text)))
+    (outer := tmp_path / "pictures").mkdir()
+    nested = other_prefix(r"model\.language_model\.", "model.", with_pictures(kind, outer))
+    assert "the weights have model.embed_tokens.weight" in str(unserved(TensorStore.open(nested)))
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "glm-4.5"])
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}], ids=str)
+def test_null_as_rotated_part_is_left_to_transformers(kind: str, rope: dict[str, Any], copied: Path) -> None:
+    """There, it is no default."""
+    config = {**config_of(copied), "partial_rotary_factor": None, **rope}
+    (copied / "config.json").write_text(json.dumps(config))
+    assert "config.json has null as partial_rotary_factor" in str(unserved(TensorStore.open(copied)))
+
+
+@pytest.mark.parametrize("kind", ["qwen3-next"])
+def test_sizes_of_a_config_allocate_nothing(kind: str, copied: Path) -> None:
+    heads = {"linear_num_key_heads": 2**28, "linear_num_value_heads": 2**28}
+    (copied / "config.json").write_text(json.dumps({**config_of(copied), **heads}))
+    with pytest.raises(CheckpointError, match=r"in_proj_qkvz\.weight in .* must be \[\d{11}, 32\], got \[128, 32\]"):
+        load(copied)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-next"])
+def test_missing_part_of_a_hybrid_has_its_name(kind: str, copied: Path) -> None:
+    path = copied / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks the tensor model\.layers\.0\.linear_attn\.in_proj_qkvz\.weight"):
+        load(copied)
+
+
+@pytest.mark.parametrize("kind", ["llama-2", "qwen3-moe", "qwen3.5"])
+def test_states_of_absent_layers_are_refused_before_tensors_are_read(kind: str, copied: Path) -> None:
+    store = TensorStore.open(copied)
+    read: list[int] = []
+    store.on_read = read.append
+    with pytest.raises(ValueError, match=r"0 to 4, got \(1, 9\)"):
+        load_target(store, lambda _: (1, 9), dtype=torch.float32, device=CPU)
+    assert not read
+
+
+@pytest.mark.parametrize("layers", [[FULL] * 4, [RECURRENT, FULL, FULL, FULL]])
+@pytest.mark.parametrize("kind", ["qwen3.5"])
+def test_only_layers_with_states_keep_states(kind: str, layers: list[str], copied: Path) -> None:
+    (copied / "config.json").write_text(json.dumps({**config_of(copied), "layer_types": layers}))
+    assert keeps_states(TensorStore.open(copied)) is (RECURRENT in layers)
+    assert not keeps_states(TensorStore.open(folder_of("llama-2")))
 
 
 def test_unknown_part_of_a_hybrid_is_refused(tmp_path: Path) -> None:

@@ -142,6 +142,10 @@ QUANTISED = {
         "'bitsandbytes'; integers of few bits",
     ),
     "e5m2": ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "'fp8 e5m2'; of FP8 only"),
+    "FP8 of a section": (
+        {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
+        "'fp8'; FP8 is described by quantization_config at the top of config.json only. Move it there, or",
+    ),
     "naive": (
         {"quantization_config": {"quant_method": "compressed-tensors", "format": "naive-quantized"}},
         "'compressed-tensors naive-quantized'; of compressed-tensors",

@@ -45,7 +45,8 @@ def layer() -> DeltaNet:
     names += ["conv1d.weight", "A_log", "dt_bias", "norm.weight", "out_proj.weight"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return DeltaNet(read(), HIDDEN, 1e-6, ScopedWeights(RandomStore({}, names, CPU), "", torch.float32, CPU))
+        weights = ScopedWeights(RandomStore({}, names, CPU), "", torch.float32, CPU)
+        return DeltaNet(read(), HIDDEN, 1e-6, weights, by_head=False)
 
 
 def test_only_kept_rows_are_normed_and_projected(layer: DeltaNet) -> None:
