@@ -17,7 +17,7 @@ import torch
 
 from scripts import vllm_arm
 from scripts.engine_arm import Theirs
-from scripts.engine_runs import WARM_UP, decoding_run
+from scripts.engine_runs import WARM_UP, decoding_run, speeds
 
 FA2 = 2
 """FlashAttention's version on cards of compute capability 8 and 12."""
@@ -100,7 +100,7 @@ def _speeds(engine: Theirs, prompts: Sequence[list[int]]) -> dict[str, Any]:
     runs = [decoding_run(engine, prompts, NEW_TOKENS) for _ in range(1 + REPEATS)][1:]
     return {
         "prompt_tokens_per_s": round(sum(map(len, prompts)) / prompt_s, 1),
-        "tokens_per_s": [round(run.speed, 1) for run in runs],
+        "tokens_per_s": speeds(runs),
     }
 
 

@@ -12,7 +12,7 @@ from scripts.engine_arm import DRAFTS
 from scripts.line_plot import Line, line_plot
 from scripts.markdown_table import markdown_table
 from scripts.on_gpus import card
-from scripts.vllm_tables import source
+from scripts.vllm_tables import ratio, source
 
 FA3 = 3
 """FlashAttention's version that vLLM chooses on Hopper, where all arms ran."""
@@ -73,8 +73,8 @@ def prompts(report: _Report) -> str:
 
 
 def ratios(report: _Report) -> str:
-    """Return tokens per second with target and draft on each of ours, divided by those of vLLM's engines; see
-    `_ratio`."""
+    """Return tokens per second with target and draft on each of ours, divided by those of vLLM's engines, run by
+    run."""
     blocks = []
     for arms in _groups(report):
         places = [(size, context) for size in _requests(arms) for context in _contexts(arms)]
@@ -84,20 +84,13 @@ def ratios(report: _Report) -> str:
         for theirs, name in ((_find(arms, *of), name) for of in _COMPARED for name in OURS):
             if theirs and (ours := _find(arms, name)):
                 runs = [(_runs(ours, context, size), _runs(theirs, context, size)) for size, context in places]
-                cells = [_ratio(mine, other) if mine and other else ABSENT for mine, other in runs]
+                cells = [ratio(mine, other, paired=True) if mine and other else ABSENT for mine, other in runs]
                 rows.append([f"`{name}`", *_names(theirs), *cells])
         blocks += [
             f"{_title(arms)}, requests × context:",
             markdown_table(["ours", "vLLM's", "its draft", *heads], rows, heads),
         ]
     return "\n\n".join(blocks)
-
-
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Return the ratio of medians, with a leading ~ unless one side was faster in every run. Runs are compared one by
-    one: which drafts a run keeps is drawn, and is the same in both arms."""
-    pairs = [mine / other for mine, other in zip(ours, theirs, strict=False)]
-    return f"{'~' if min(pairs) <= 1 <= max(pairs) else ''}{median(ours) / median(theirs):.2f}"
 
 
 def kernels(report: _Report) -> str:

@@ -26,7 +26,7 @@ from attn_backends.engines.vllm.names import DRAFT_HEAD, PLAIN, ROUNDED
 from benchmarks.measure import largest_kernels
 from benchmarks.random_model import save_random
 from scripts import vllm_arm
-from scripts.engine_runs import Engine, Run, decoding_run, whole_runs
+from scripts.engine_runs import Engine, decoding_run, speeds, whole_runs
 from scripts.vllm_worker import weight_shapes
 
 VLLM, OURS, PLUGGED = "vLLM", "our engine, LLM", "vLLM with our linear layers"
@@ -115,7 +115,7 @@ def measure(arm: EngineArm, alone: Callable[[], None]) -> dict[str, Any]:
         prompts = token_prompts(requests, vocab)
         whole = whole_runs(engine, prompts, new_tokens)
         decoding = [decoding_run(engine, prompts, new_tokens) for _ in range(vllm_arm.REPEATS)]
-        row = {"requests": requests, "tokens_per_s": _speeds(whole), "decode_tokens_per_s": _speeds(decoding)}
+        row = {"requests": requests, "tokens_per_s": speeds(whole), "decode_tokens_per_s": speeds(decoding)}
         if arm.steps:
             # The first token of each request comes from its prompt.
             row |= {
@@ -125,17 +125,16 @@ def measure(arm: EngineArm, alone: Callable[[], None]) -> dict[str, Any]:
         rows.append(row)
     prompts = prefill_prompts(vocab)
     tokens = sum(map(len, prompts))
-    speeds = [round(tokens / run.seconds, 1) for run in whole_runs(engine, prompts, 1)]
-    prefill: dict[str, Any] = {"requests": len(prompts), "prompt_tokens": tokens, "tokens_per_s": speeds}
+    prefill: dict[str, Any] = {
+        "requests": len(prompts),
+        "prompt_tokens": tokens,
+        "tokens_per_s": [round(tokens / run.seconds, 1) for run in whole_runs(engine, prompts, 1)],
+    }
     if torch.cuda.is_available():
         prefill |= largest_kernels(lambda: engine.generate(prompts, 1), MOST_KERNELS)
         for at in (0, -1):
             rows[at] |= profile_of_requests(engine, arm.requests[at], vocab)
     return {**engine.about, "up_s": up_s, "rows": rows, "prefill": prefill}
-
-
-def _speeds(runs: Sequence[Run]) -> list[float]:
-    return [round(run.speed, 1) for run in runs]
 
 
 def profile_of_requests(engine: Engine, requests: int, vocab: int) -> dict[str, object]:

@@ -54,6 +54,11 @@ class Run(NamedTuple):
         return (self.tokens - of_prompts) / self.rounds - 1 if self.rounds else 0.0
 
 
+def speeds(runs: Sequence[Run]) -> list[float]:
+    """Return the tokens per second of each run, as reports have them."""
+    return [round(run.speed, 1) for run in runs]
+
+
 def whole_runs(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> list[Run]:
     """Run whole requests several times, after a run in which anything compiled on first use is compiled."""
     engine.generate(prompts, new_tokens)

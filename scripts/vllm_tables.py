@@ -153,9 +153,13 @@ def source(report: Mapping[str, Any]) -> str:
     return f"{card(report['env']['device'])}, {report['env']['date'][:10]}"
 
 
-def ratio(ours: list[float], theirs: list[float]) -> str:
-    """Return the ratio of medians, with a leading ~ if the ranges of the runs overlap."""
+def ratio(ours: Sequence[float], theirs: Sequence[float], *, paired: bool = False) -> str:
+    """Return the ratio of medians, with a leading ~ if the ranges of the runs overlap. paired: if neither was faster in
+    every run, for runs that each draw what their drafts keep, the same on both sides."""
     overlap = max(min(ours), min(theirs)) <= min(max(ours), max(theirs))
+    if paired:
+        pairs = [mine / other for mine, other in zip(ours, theirs, strict=False)]
+        overlap = min(pairs) <= 1 <= max(pairs)
     return f"{'~' if overlap else ''}{median(ours) / median(theirs):.2f}"
 
 

@@ -14,33 +14,27 @@ from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.layer_ropes import has_layer_ropes, read_layer_ropes
-from spec_decode.models.layer_windows import (
-    ARCHITECTURES,
-    HYBRIDS,
-    no_windows,
-    read_recurrent_layers,
-    read_windows,
-)
+from spec_decode.models.layer_windows import HYBRIDS, no_windows, read_recurrent_layers, read_windows
 from spec_decode.models.layers.delta_net import read_state_spec
 from spec_decode.models.layers.rope import LLAMA_SCALINGS, RopeConfig, read_rope
-from spec_decode.models.text_section import WITH_PICTURES, TextSection
+from spec_decode.models.text_section import TARGETS, TextSection
 
 
 def family_of(store: TensorStore) -> str:
-    """Return the family of a checkpoint whose config.json names one of ARCHITECTURES, or of WITH_PICTURES."""
+    """Return the family of a checkpoint whose config.json names one of TARGETS."""
     (architecture,) = store.architectures
-    return (ARCHITECTURES | WITH_PICTURES)[architecture]
+    return TARGETS[architecture]
 
 
 def read_causal_config(store: TensorStore, dtype: torch.dtype) -> DecoderConfig:
     """Read the decoder of a family, for weights of this dtype. Raises CheckpointError."""
     family, fields, window = family_of(store), store.config, None
+    if family in HYBRIDS:
+        return _hybrid(TextSection.of(store).fields)
     if has_layer_ropes(family):
         full, sliding = read_layer_ropes(fields, family)
         fields = ConfigReader({**fields.values, "rope_parameters": full.values}, fields.place)
         window = read_rope(sliding, LLAMA_SCALINGS)
-    if family in HYBRIDS:
-        return _hybrid(TextSection.of(store).fields)
     rotated = 0.5 if family == "glm4_moe" else None
     decoder = read_decoder(fields, partial(read_windows, family=family), rotated=rotated)
     decoder = replace(decoder, model=_scaled(decoder.model, family, fields, dtype))

@@ -48,9 +48,9 @@ class DecoderConfig:
 
     def layer_groups(self, page_size: int, dtype: torch.dtype) -> list[LayerGroup]:
         """Return one group of attention for each distinct window and causality, in the order of their first layers."""
-        kinds = dict(enumerate(zip(self.windows, self.causal or (True,) * len(self.windows), strict=True)))
-        for layer in () if self.recurrent is None else self.recurrent.layers:
-            del kinds[layer]
+        every = zip(self.windows, self.causal or (True,) * len(self.windows), strict=True)
+        without = () if self.recurrent is None else self.recurrent.layers
+        kinds = {layer: kind for layer, kind in enumerate(every) if layer not in without}
         groups = []
         for window, causal in dict.fromkeys(kinds.values()):
             spec = replace(self.model, sliding_window=window).attention_spec(page_size, dtype)

@@ -15,9 +15,9 @@ from spec_decode.models.checkpoints.folder_kind import is_mxfp4
 from spec_decode.models.checkpoints.fp8_layout import FIELD
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.layer_ropes import has_layer_ropes, read_layer_ropes
-from spec_decode.models.layer_windows import ARCHITECTURES, HYBRIDS
+from spec_decode.models.layer_windows import HYBRIDS
 from spec_decode.models.layers.rope import rope_section
-from spec_decode.models.text_section import WITH_PICTURES, TextSection
+from spec_decode.models.text_section import TARGETS, WITH_PICTURES, TextSection
 
 _REQUIRED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "rms_norm_eps",
@@ -146,20 +146,6 @@ _OPTIONAL = {"yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "m
 _PARTLY_ROTATED = ("glm4_moe", *HYBRIDS)
 _SCALINGS_OF = {"phi3": ("default",)}
 """The scalings that a family knows, if not all of them; Phi-3 takes YaRN for LongRoPE."""
-_TENSORS = re.compile(
-    r"lm_head\.weight|model\.(embed_tokens|norm)\.weight"
-    r"|model\.layers\.\d+\..*(weight|bias|inv_freq|gate_up_proj|down_proj|sinks|A_log)"
-)
-"""Names of tensors. transformers leaves others out if no part of the model reads them, such as a cache's scales."""
-_MXFP4_TENSORS = re.compile(
-    rf"{_TENSORS.pattern}|model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj_(blocks|scales)"
-)
-"""The same with experts in MXFP4."""
-_HYBRID_TENSORS = re.compile(rf"{_TENSORS.pattern}|mtp\..+")
-"""The same with the layer that drafts."""
-_INSIDE = _HYBRID_TENSORS.pattern.replace("|model", r"|model\.language_model")
-_TENSORS_AND_PICTURES = re.compile(rf"{_INSIDE}|model\.visual\..+")
-"""The same with what reads pictures."""
 _AROUND = frozenset({
     "architectures", "model_type", "text_config", "vision_config", "tie_word_embeddings", "image_token_id",
     "video_token_id", "vision_start_token_id", "vision_end_token_id",
@@ -180,21 +166,21 @@ def _required(family: str) -> tuple[str, ...]:
 def unserved(store: TensorStore) -> str | None:
     """Return why this library's layers do not compute the model in a folder, or None if they do."""
     names = store.architectures
-    family = (ARCHITECTURES | WITH_PICTURES).get(names[0]) if len(names) == 1 else None
+    family = TARGETS.get(names[0]) if len(names) == 1 else None
     try:
-        fields = dict(TextSection.of(store).fields.values)
+        section = TextSection.of(store)
     except CheckpointError as error:
         return str(error)
+    fields = section.fields.values
     if family is None or fields.get("model_type") != family:
         said = f"architectures {fields.get('architectures')!r:.80} and model_type {fields.get('model_type')!r:.40}"
-        return f"config.json has {said}; our layers know {', '.join((*ARCHITECTURES, *WITH_PICTURES))}"
-    if names[0] in WITH_PICTURES and (why := _unserved_around(store.config.values, fields, family)):
+        return f"config.json has {said}; our layers know {', '.join(TARGETS)}"
+    pictures = names[0] in WITH_PICTURES
+    if pictures and (why := _unserved_around(store.config.values, fields, family)):
         return why
     if missing := [name for name in _required(family) if name not in fields]:
         return f"config.json has no {missing[0]}, whose default only transformers knows"
     narrow = family == "gpt_oss" and is_mxfp4(fields)
-    tensors = _MXFP4_TENSORS if narrow else _HYBRID_TENSORS if family in HYBRIDS else _TENSORS
-    tensors = _TENSORS_AND_PICTURES if names[0] in WITH_PICTURES else tensors
     read, fixed = read_fields(family), _FIXED | _ALSO_FIXED.get(family, {})
     for name, value in fields.items():
         if name in read or name in _NO_EFFECT or (name == FIELD and (narrow or value is None)):
@@ -203,9 +189,32 @@ def unserved(store: TensorStore) -> str | None:
             return f"config.json has {name:.80}, which our layers do not know"
         if value is not None and value != fixed[name]:
             return f"{name} in config.json is {value!r:.80}, and our layers compute {fixed[name]!r} only"
+    tensors = _tensors(section.prefix, narrow=narrow, hybrid=family in HYBRIDS, pictures=pictures)
     if others := sorted(name for name in store.names() if not tensors.fullmatch(name)):
         return f"the weights have {others[0]:.80}, which our layers do not know"
     return _unserved_rope(store, family) or _unserved_experts(family, fields)
+
+
+def _tensors(prefix: str, *, narrow: bool, hybrid: bool, pictures: bool) -> re.Pattern[str]:
+    """Match the names of a model's tensors, those of its language model under prefix. transformers leaves others out if
+    no part of the model reads them, such as a cache's scales.
+
+    narrow: its experts are in MXFP4. hybrid: it has states, and a layer that drafts. pictures: it reads them.
+    """
+    inside = re.escape(prefix)
+    layer = rf"{inside}layers\.\d+\."
+    names = [
+        r"lm_head\.weight",
+        rf"{inside}(embed_tokens|norm)\.weight",
+        rf"{layer}.*(weight|bias|inv_freq|gate_up_proj|down_proj|sinks)",
+    ]
+    if narrow:
+        names.append(rf"{layer}mlp\.experts\.(gate_up|down)_proj_(blocks|scales)")
+    if hybrid:
+        names += [rf"{layer}linear_attn\.A_log", r"mtp\..+"]
+    if pictures:
+        names.append(r"model\.visual\..+")
+    return re.compile("|".join(names))
 
 
 def _unserved_around(fields: Mapping[str, Any], text: Mapping[str, Any], family: str) -> str | None:

@@ -6,12 +6,15 @@ from typing import NamedTuple
 
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.layer_windows import ARCHITECTURES
 
 WITH_PICTURES = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 """The family of the language model of each class that also reads pictures."""
+TARGETS = ARCHITECTURES | WITH_PICTURES
+"""The family of each class of target that this library's layers compute."""
 _FIELD = "text_config"
 
 

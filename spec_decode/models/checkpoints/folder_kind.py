@@ -21,9 +21,10 @@ _QUANTISED = (FIELD, "compression_config", "quantization")
 _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """The same as files, by ModelOpt, AutoGPTQ and AutoAWQ."""
 _METHODS = ("quant_method", "quant_algo", "quant_type", "format", "fmt")
+_FP8 = "of FP8 only e4m3 in 'fp8' or float-quantized is read"
 _FORMATS = {
     "of 4-bit floats only MXFP4 is read, as GPT-OSS describes it": ("fp4",),
-    "of FP8 only e4m3 in 'fp8' or float-quantized is read": ("fp8", "float"),
+    _FP8: ("fp8", "float"),
     "8-bit integers are not read": ("int-quantized", "int8"),
     "of compressed-tensors only float-quantized is read": ("naive-quantized", "mixed-precision"),
     "integers of few bits are not read": ("awq", "gptq", "round", "pack-quantized", "hqq", "quanto", "bits", "int4"),
@@ -56,8 +57,9 @@ def refuse_quantised(folder: Path, config: dict[str, Any], *, narrow: bool = Fal
     if (found := next(_quantised(folder, config), None)) is not None:
         where, method = found
         known = (what for what, words in _FORMATS.items() if any(word in method.lower() for word in words))
-        problem = f"{next(known, 'this format is not read')}. Use"
-        if problem.startswith("of FP8") and where not in (f"{FIELD} in {place}", *_QUANTISED_FILES):
+        what = next(known, "this format is not read")
+        problem = f"{what}. Use"
+        if what == _FP8 and where not in (f"{FIELD} in {place}", *_QUANTISED_FILES):
             problem = f"FP8 is described by {FIELD} at the top of config.json only. Move it there, or use"
         if readable and not narrow:
             problem = (
