@@ -269,8 +269,9 @@ def work(vllm: Mapping[str, Any], engines: Iterable[Mapping[str, Any]]) -> str:
     plain, size = vllm_arms(vllm, *EAGLE)[NO_DRAFT], SIZES[-1]
     arms = [each["arm"] for report in engines for each in report["arms"]]
     drafted = [arm for arm in arms if arm["engine"] == LLM_ENGINE and arm["steps"]]
-    rounds = dict.fromkeys((arm.get("kind", "eagle"), arm["kept"], arm["steps"]) for arm in drafted)
-    compared = " and ".join(f"{each_kept:g} of {steps} with {DRAFTS[kind]}" for kind, each_kept, steps in rounds)
+    rounds = {(arm.get("kind", "eagle"), arm["kept"], arm["steps"]) for arm in drafted}
+    ordered = sorted(rounds, key=lambda each: [*DRAFTS].index(each[0]))
+    compared = " and ".join(f"{each_kept:g} of {steps} with {DRAFTS[kind]}" for kind, each_kept, steps in ordered)
     compared += " where vLLM and `LLM` are compared"
     return (
         "The README's table of vLLM has an 8B Llama with EAGLE, an 8B Qwen3 with DFlash and DFlash2, and, for MTP, "
