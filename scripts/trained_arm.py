@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
@@ -23,6 +23,9 @@ BACKENDS = (BASE, "FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED", "ATTN_BAC
 """vLLM's own on Hopper, ours, and another of vLLM's: how far that one differs is the effect of rounding."""
 READS = (("", ""), (PLAIN, "16"), (CHANNELS, ""), (ROUNDED, "fp8"))
 """How the draft of BASE multiplies and reads its head: vLLM's default and ours, in 16 and in 8 bits."""
+EIGHT_BITS, SIXTEEN_BITS = "fp8", "bfloat16"
+NARROW_BASE, NARROW = "TRITON_ATTN", "ATTN_BACKENDS_TRITON_PAGED"
+"""vLLM's backend and ours that keep 16-bit queries over an 8-bit KV cache. FLASH_ATTN rounds queries too."""
 STEPS, NEW_TOKENS = 4, 192
 SEEDS = {0.0: 1, 1.0: 16}
 """Texts for each question by temperature. Drawn texts soon differ, so that only their mean can be compared."""
@@ -57,12 +60,16 @@ class TrainedArm:
     backend        the attention backend of target and draft
     linears        vLLM's name for how the draft multiplies; empty: its default
     head           how the draft reads its head, in the words of DRAFT_HEAD; empty: as vLLM does
+    cache          vLLM's dtype of the KV cache; empty: the model's
+    draft_cache    that of the draft's; empty: as the target's
     target, draft  folders in the project's
     """
 
     backend: str
     linears: str = ""
     head: str = ""
+    cache: str = ""
+    draft_cache: str = ""
     target: str = "build/smollm2"
     draft: str = "examples/smollm2/draft"
 
@@ -72,8 +79,9 @@ class TrainedArm:
 
     @property
     def name(self) -> str:
-        reads = f" draft {self.linears}" * bool(self.linears) + f" head {self.head}" * bool(self.head)
-        return f"trained {Path(self.target).name} {self.backend}{reads}"
+        reads = {"draft": self.linears, "head": self.head, "cache": self.cache, "draft cache": self.draft_cache}
+        shown = "".join(f" {what} {how}" for what, how in reads.items() if how)
+        return f"trained {Path(self.target).name} {self.backend}{shown}"
 
 
 def measure(arm: TrainedArm, alone: Callable[[], None]) -> dict[str, Any]:
@@ -143,18 +151,20 @@ def serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any], *, n
 def engine_options(arm: TrainedArm) -> dict[str, Any]:
     """Return the arguments of vllm.LLM."""
     root = vllm_arm.ROOT
+    speculation = {
+        "method": "eagle3", "model": str(root / arm.draft), "num_speculative_tokens": STEPS,
+        "attention_backend": arm.backend, "use_local_argmax_reduction": bool(arm.head),
+        "quantization": arm.linears or None,
+    }  # fmt: skip
+    if arm.draft_cache:
+        speculation["kv_cache_dtype"] = arm.draft_cache
     return {
         "model": str(root / arm.target), "dtype": "bfloat16", "seed": 0, "max_model_len": 1024,
         "max_num_seqs": len(QUESTIONS), "enable_prefix_caching": False, "disable_log_stats": False,
         # A fixed size spares vLLM a profile of its graphs, which other arms on the GPU would disturb.
         "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 4 << 30,
-        "enable_flashinfer_autotune": False, "attention_backend": arm.backend,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        "speculative_config": {
-            "method": "eagle3", "model": str(root / arm.draft), "num_speculative_tokens": STEPS,
-            "attention_backend": arm.backend, "use_local_argmax_reduction": bool(arm.head),
-            "quantization": arm.linears or None,
-        },
+        "enable_flashinfer_autotune": False, "attention_backend": arm.backend, "kv_cache_dtype": arm.cache or "auto",
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, "speculative_config": speculation,
     }  # fmt: skip
 
 
@@ -174,14 +184,16 @@ def _margin(token: Mapping[int, Any]) -> float:
 
 def trained_arms() -> list[TrainedArm]:
     """Return an arm for each backend, the one that the others are compared with first, then one for each other way to
-    read the draft."""
+    read the draft, and those with 8-bit caches: vLLM's, ours, and ours with the draft's in 16 bits."""
     backends = [TrainedArm(backend=backend) for backend in BACKENDS]
-    return [*backends, *(TrainedArm(backend=BASE, linears=linears, head=head) for linears, head in READS[1:])]
+    reads = [TrainedArm(backend=BASE, linears=linears, head=head) for linears, head in READS[1:]]
+    narrow = [TrainedArm(backend=backend, cache=EIGHT_BITS) for backend in (NARROW_BASE, NARROW, BASE)]
+    return [*backends, *reads, *narrow, replace(narrow[1], draft_cache=SIXTEEN_BITS)]
 
 
 def trained_agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compare each arm's rows with those of vLLM's own draft in as many bits on BASE: the texts of greedy ones and the
-    rounds that they share, and the drafts kept of drawn ones. An arm without a peer that ended is left out."""
+    """Compare each arm's rows with those of its peer: the texts of greedy ones and the rounds that they share, and the
+    drafts kept of drawn ones. An arm without a peer that ended is left out."""
     rows = {_key(each["arm"]): each for each in found if each["rows"]}
     compared = []
     for key, each in rows.items():
@@ -189,22 +201,27 @@ def trained_agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             continue
         for base, row in zip(peer["rows"], each["rows"], strict=True):
             cell = {"arm": each["arm"]["name"], "against": peer["arm"]["name"], "temperature": row["temperature"]}
-            cell |= {"kept": row["kept"], "judged": key != _CHANNELS}
+            cell |= {"kept": row["kept"], "judged": key not in (_CHANNELS, *_NARROW)}
             compared.append(cell | (_drawn if row["temperature"] else _greedy)(base, row))
     return compared
 
 
-Key: TypeAlias = tuple[str, str, str]
-"""An arm's backend, linears and head."""
-_BASE, _CHANNELS = (BASE, "", ""), (BASE, CHANNELS, "")
+Key: TypeAlias = tuple[str, ...]
+"""An arm's backend, linears, head, cache and draft's cache."""
+_BASE, _CHANNELS = (BASE, "", "", "", ""), (BASE, CHANNELS, "", "", "")
+_NARROW = ((NARROW_BASE, "", "", EIGHT_BITS, ""), (BASE, "", "", EIGHT_BITS, ""))
+"""vLLM's own with 8-bit caches, the one that ours are compared with first."""
 
 
 def _key(arm: Mapping[str, Any]) -> Key:
-    return arm["backend"], arm["linears"], arm["head"]
+    return arm["backend"], arm["linears"], arm["head"], arm.get("cache", ""), arm.get("draft_cache", "")
 
 
 def _peer(key: Key) -> Key:
-    """Return the arm to compare with. What 8 bits cost vLLM's own draft is reported, not judged."""
+    """Return the arm to compare with: vLLM's own with as many bits, on BASE unless the cache has 8. What 8 bits cost
+    vLLM's own is reported, not judged."""
+    if key[3] and key not in _NARROW:
+        return _NARROW[0]
     return _CHANNELS if key[1] == ROUNDED else _BASE
 
 
@@ -288,7 +305,7 @@ def trained_problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapp
     for row in compared:
         where = f"{row['arm']}, temperature {row['temperature']:g}"
         messages += [f"{where}: {problem}" for problem in _acceptance_problems(row) if row["judged"]]
-        wide = [margin for margin in row.get("margins", ()) if margin > TIE]
+        wide = [margin for margin in row.get("margins", ()) if margin > TIE and row["judged"]]
         messages += [f"{where}: a text differs at a margin of {margin:g}" for margin in wide]
     return messages
 

@@ -56,3 +56,7 @@ def _reads(arm: Mapping[str, Any]) -> Iterator[str]:
         yield f"our layers in {16 if arm['linears'] == PLAIN else 8} bits"
     if arm["head"]:
         yield _BITS[arm["head"]]
+    if arm.get("cache"):
+        yield "cache in 8 bits"
+    if arm.get("draft_cache"):
+        yield "the draft's in 16"

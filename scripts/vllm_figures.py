@@ -33,12 +33,13 @@ stands in for those cards: it is the same code, on another chip. Its PTX is comp
 to 6 minutes once; keep CUDA_CACHE_PATH.
 
 With --trained, SmolLM2, which `make smollm2` fetches, answers questions with its own draft, greedily and at temperature
-1, on each backend, and with the draft read by vLLM's layers and by ours, in 16 and in 8 bits: see trained_arm.py. These
-arms share GPUs, as exact ones do. Each is compared with FLASH_ATTN and vLLM's own draft in as many bits. Greedy texts
-part at near ties, and what a draft keeps depends on the text, so acceptance is compared over the tokens with which both
-begin. Fails if these take 5 % more rounds, or are too few for that to be more than three standard errors, or if texts
-part where no near tie was. At temperature 1, fails if the drafts kept a round differ by more than three standard errors
-over 512 pairs of texts; the report says which loss that finds. vLLM's own draft in 8 bits is compared, not judged.
+1, on each backend, with the draft read by vLLM's layers and by ours, in 16 and in 8 bits, and over 8-bit KV caches: see
+trained_arm.py. These arms share GPUs, as exact ones do. Each is compared with vLLM's own in as many bits, on
+FLASH_ATTN, and with an 8-bit cache on TRITON_ATTN. Greedy texts part at near ties, and what a draft keeps depends on
+the text, so acceptance is compared over the tokens with which both begin. Fails if these take 5 % more rounds, or are
+too few for that to be more than three standard errors, or if texts part where no near tie was. At temperature 1, fails
+if the drafts kept a round differ by more than three standard errors over 512 pairs of texts; the report says which loss
+that finds. vLLM's own draft and caches in 8 bits are compared, not judged.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from scripts import trained_arm, vllm_figures
 from scripts.engine_arm import CHANNELS
 from scripts.trained_arm import (
     BASE,
+    NARROW,
+    NARROW_BASE,
     NEW_TOKENS,
     QUESTIONS,
     SEEDS,
@@ -81,7 +83,8 @@ def arm(
         rows[-1] |= {"round_tokens": round_tokens}
     rows[0]["texts"] = texts or [list(range(sum(each))) for each in both[0.0]]
     rows[0]["margins"] = margins or [[5.0] * len(text) for text in rows[0]["texts"]]
-    of = {"backend": backend, "linears": "", "head": "", "name": " ".join((backend, *reads.values())), **reads}
+    of = dict.fromkeys(("linears", "head", "cache", "draft_cache"), "") | reads
+    of |= {"backend": backend, "name": " ".join((backend, *reads.values()))}
     return {"arm": of, "rows": rows, "exit_status": 0}
 
 
@@ -246,6 +249,20 @@ def test_draft_in_8_bits_is_judged_by_vllms_own() -> None:
     assert f"times the rounds of {BASE} {CHANNELS}" in problem
 
 
+def test_8_bit_caches_are_judged_by_vllms_own() -> None:
+    worse = [written(each, 0.6) for each in GREEDY]
+    theirs, rounded = (arm(name, worse, cache="fp8") for name in (NARROW_BASE, BASE))
+    ours = [arm(NARROW, worse, cache="fp8"), arm(NARROW, worse, cache="fp8", draft_cache="bfloat16")]
+    assert said(*ours, theirs, rounded, arm(BASE)) == []
+    rows = [row for row in trained_agreement([*ours, theirs, rounded, arm(BASE)]) if not row["temperature"]]
+    narrow = f"{NARROW_BASE} fp8"
+    assert {row["arm"]: (row["against"], row["judged"]) for row in rows} == {
+        **{each["arm"]["name"]: (narrow, True) for each in ours}, narrow: (BASE, False), f"{BASE} fp8": (BASE, False),
+    }  # fmt: skip
+    [problem] = said(arm(NARROW, worse, cache="fp8"), arm(NARROW_BASE, cache="fp8"), arm(BASE))
+    assert f"times the rounds of {narrow}" in problem
+
+
 def test_arm_whose_peer_is_missing_is_not_compared() -> None:
     assert trained_agreement([arm(OURS)]) == [] and said(arm(OURS)) == []
 
@@ -268,6 +285,18 @@ def test_each_way_to_read_a_draft_reaches_vllm() -> None:
         read[each.backend, each.head] = (draft.get("quantization"), draft["use_local_argmax_reduction"])
     assert read[BASE, "16"] == ("attn_backends", True) and read[BASE, "fp8"] == ("attn_backends_fp8", True)
     assert read[OURS, ""] == (None, False)
+
+
+def test_each_cache_reaches_vllm() -> None:
+    caches = []
+    for each in trained_arms():
+        options = trained_arm.engine_options(each)
+        draft = options["speculative_config"].get("kv_cache_dtype", "as the target's")
+        caches += [(each.backend, options["kv_cache_dtype"], draft)] if each.cache else []
+        assert each.cache or (options["kv_cache_dtype"], draft) == ("auto", "as the target's")
+    assert caches == [(name, "fp8", "as the target's") for name in (NARROW_BASE, NARROW, BASE)] + [
+        (NARROW, "fp8", "bfloat16")
+    ]
 
 
 def test_questions_are_about_no_topic_of_the_training_texts() -> None:
@@ -359,7 +388,7 @@ def test_rounds_texts_and_margins_are_recorded(monkeypatch: pytest.MonkeyPatch) 
 
 def test_arms_are_vllms_default_and_ours_and_share_gpus() -> None:
     arms = trained_arms()
-    assert arms[0].backend == BASE and len({each.name for each in arms}) == len(arms) == 8
+    assert arms[0].backend == BASE and len({each.name for each in arms}) == len(arms) == 12
     assert not any(each.is_timed for each in arms)
     assert Path(trained_arm.vllm_arm.ROOT, arms[0].draft, "config.json").exists()
 

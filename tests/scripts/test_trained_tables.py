@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scripts import trained_tables
-from scripts.trained_arm import BASE, TrainedArm, trained_arms
+from scripts.trained_arm import BASE, NARROW, NARROW_BASE, TrainedArm, trained_arms
 
 
 def compared(arm: TrainedArm, against: TrainedArm) -> list[dict[str, Any]]:
@@ -18,7 +18,7 @@ def compared(arm: TrainedArm, against: TrainedArm) -> list[dict[str, Any]]:
 
 def report(*rows: dict[str, Any]) -> dict[str, Any]:
     texts = [{"requests": 32, "temperature": 0.0}, {"requests": 512, "temperature": 1.0}]
-    names = ("backend", "linears", "head")
+    names = ("backend", "linears", "head", "cache", "draft_cache")
     arms = [
         {"arm": {"name": arm.name, **{name: getattr(arm, name) for name in names}}, "rows": texts, "vllm": "0.33.0"}
         for arm in trained_arms()
@@ -27,8 +27,9 @@ def report(*rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_each_engine_is_beside_its_peer() -> None:
-    base, paged, *_, plain, channels, rounded = trained_arms()
-    rows = [*compared(paged, base), *compared(plain, base), *compared(rounded, channels)]
+    base, in_graph, _, _, _, plain, channels, rounded, triton, paged, _, apart = trained_arms()
+    pairs = ((in_graph, base), (plain, base), (rounded, channels), (paged, triton), (apart, triton))
+    rows = [row for pair in pairs for row in compared(*pair)]
     title, shown = trained_tables.table(report(*rows)).split("\n\n")
     assert title == "vLLM 0.33.0, H200, 2026-11-29; texts: 32 at temperature 0 and 512 at temperature 1."
     numbers = "5 of 32 | 1.004 ± 0.003 | 0.977 ± 0.015 |"
@@ -36,6 +37,8 @@ def test_each_engine_is_beside_its_peer() -> None:
         f"| `FLASHINFER_IN_GRAPH` | `{BASE}` | {numbers}",
         f"| `{BASE}`, our layers in 16 bits, our head in 16 bits | `{BASE}` | {numbers}",
         f"| `{BASE}`, our layers in 8 bits, our head in 8 bits | `{BASE}`, draft in 8 bits | {numbers}",
+        f"| `{NARROW}`, cache in 8 bits | `{NARROW_BASE}`, cache in 8 bits | {numbers}",
+        f"| `{NARROW}`, cache in 8 bits, the draft's in 16 | `{NARROW_BASE}`, cache in 8 bits | {numbers}",
     ]
 
 
