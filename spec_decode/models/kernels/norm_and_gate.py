@@ -8,8 +8,11 @@ import torch
 from torch.nn import functional as F
 
 from builders.kernels.op import define_op
-from builders.kernels.sizes import next_power_of_2
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+
+_HEADS = 8
+"""Heads per program. With one, a prompt's programs would be so many that starting them takes longer than the work."""
 
 
 class NormAndGate(NamedTuple):
@@ -36,16 +39,18 @@ class NormAndGate(NamedTuple):
     def launch(self) -> torch.Tensor:
         out = self.fake()
         tokens, heads, dim = self.x.shape
-        _norm_and_gate_kernel[(tokens, heads)](
+        _norm_and_gate_kernel[(tokens, cdiv(heads, _HEADS))](
             x_ptr=self.x,
             gate_ptr=self.gate,
             w_ptr=self.weight,
             y_ptr=out,
+            heads=heads,
             dim=dim,
             stride_gate=self.gate.stride(0),
             eps=self.eps,
+            BLOCK_H=_HEADS,
             BLOCK_SIZE=next_power_of_2(dim),
-            num_warps=1,
+            num_warps=4,
             **dependent_launch(out.device),
         )
         return out
@@ -57,22 +62,25 @@ def _norm_and_gate_kernel(
     gate_ptr,  # [T, h D]
     w_ptr,  # [D]
     y_ptr,  # out: [T, h D]
+    heads,  # h
     dim,  # D
     stride_gate,  # between rows
     eps,
+    BLOCK_H: tl.constexpr,  # heads per program
     BLOCK_SIZE: tl.constexpr,  # D, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """One program per token and head; grid [T, h]."""
+    """One program per token and BLOCK_H heads; grid [T, ceil(h / BLOCK_H)]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * dim + tl.arange(0, BLOCK_SIZE)
-    mask = tl.arange(0, BLOCK_SIZE) < dim
-    row = token * (tl.num_programs(1) * dim)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    offs = tl.arange(0, BLOCK_SIZE)[None, :]
+    at, mask = head * dim + offs, (head < heads) & (offs < dim)
+    row = token * (heads * dim)
     x = tl.load(x_ptr + row + at, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + token * stride_gate + at, mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + tl.arange(0, BLOCK_SIZE), mask=mask, other=0.0).to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x, 0) / dim + eps) * w
+    w = tl.load(w_ptr + offs, mask=offs < dim, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 1) / dim + eps)[:, None] * w
     y = normed * gate / (1.0 + tl.exp(-gate))
     tl.store(y_ptr + row + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
