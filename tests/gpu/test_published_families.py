@@ -1,8 +1,8 @@
 """Every family of published targets generates on a GPU, in fp32, the texts that it generates on a CPU.
 
 For each kind of target on this library's layers, and for hybrid targets: plainly, with a draft, with
-a draft and batch invariance, and with a draft and edited logits, in the graphs that `LLM` chooses. On a CPU, other
-tests compare these texts with `transformers`' own.
+a draft and batch invariance, with a draft and edited logits, and with a draft over 8-bit caches, in the graphs that
+`LLM` chooses. On a CPU, other tests compare these texts with `transformers`' own.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ EDITED = SamplingParams(
     max_tokens=24, ignore_eos=True, min_tokens=4, logit_bias={7: 2.0, 9: -3.0},
     repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2,
 )  # fmt: skip
-MODES: dict[str, tuple[bool, bool, SamplingParams]] = {
-    "plain": (False, False, PLAIN),
-    "drafted": (True, False, PLAIN),
-    "batch invariant": (True, True, PLAIN),
-    "edited": (True, False, EDITED),
+MODES: dict[str, tuple[bool, dict[str, Any], SamplingParams]] = {
+    "plain": (False, {}, PLAIN),
+    "drafted": (True, {}, PLAIN),
+    "batch invariant": (True, {"batch_invariant": True}, PLAIN),
+    "edited": (True, {}, EDITED),
+    "8-bit caches": (True, {"kv_cache_dtype": "fp8"}, PLAIN),
 }
-"""Whether a draft and batch invariance are used, and how the texts are sampled."""
+"""Whether there is a draft, options of `LLM`, and how the texts are sampled."""
 
 
 def write(kind: str, folder: Path) -> Path:
@@ -63,12 +64,9 @@ def write(kind: str, folder: Path) -> Path:
 
 def texts(kind: str, folder: Path, draft: Path, mode: str, device: str) -> tuple[list[list[int]], float]:
     """Return how a target continues the prompts, and the drafts kept in a round."""
-    drafts, batch_invariant, params = MODES[mode]
-    options: dict[str, Any] = {"draft": draft, "num_speculative_tokens": 3} if drafts else {}
-    llm = LLM(
-        folder, device=device, dtype="float32", max_model_len=64, max_num_seqs=4, batch_invariant=batch_invariant,
-        **options,
-    )  # fmt: skip
+    drafts, chosen, params = MODES[mode]
+    options: dict[str, Any] = chosen | ({"draft": draft, "num_speculative_tokens": 3} if drafts else {})
+    llm = LLM(folder, device=device, dtype="float32", max_model_len=64, max_num_seqs=4, **options)
     prompts = hybrids.PROMPTS if kind in HYBRIDS else PROMPTS
     found = [list(each.token_ids) for each in llm.generate(prompts, params, progress=False)]
     assert llm.engine.stats.lost_states == 0
@@ -117,7 +115,7 @@ def test_families_generate_the_texts_of_a_cpu(write_report):
 def test_right_family_agrees(kind):
     rows = compare((kind, "cpu"))
     assert [row["mode"] for row in rows] == list(MODES) and not any(map(broken, rows))
-    assert all(row["accepted"] > 0 for row in rows if row["mode"] in ("drafted", "edited"))
+    assert all(row["accepted"] > 0 for row in rows if row["mode"] in ("drafted", "edited", "8-bit caches"))
 
 
 def test_another_text_is_broken(monkeypatch):
