@@ -25,7 +25,7 @@ READS = (("", ""), (PLAIN, "16"), (CHANNELS, ""), (ROUNDED, "fp8"))
 """How the draft of BASE multiplies and reads its head: vLLM's default and ours, in 16 and in 8 bits."""
 EIGHT_BITS, SIXTEEN_BITS = "fp8", "bfloat16"
 NARROW_BASE, NARROW = "TRITON_ATTN", "ATTN_BACKENDS_TRITON_PAGED"
-"""vLLM's backend and ours that keep 16-bit queries over an 8-bit KV cache. FLASH_ATTN rounds queries too."""
+"""vLLM's backend and ours over 8-bit KV caches. On CUDA, vLLM's backends round queries too, ours does not."""
 STEPS, NEW_TOKENS = 4, 192
 SEEDS = {0.0: 1, 1.0: 16}
 """Texts for each question by temperature. Drawn texts soon differ, so that only their mean can be compared."""
@@ -202,6 +202,8 @@ def trained_agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         for base, row in zip(peer["rows"], each["rows"], strict=True):
             cell = {"arm": each["arm"]["name"], "against": peer["arm"]["name"], "temperature": row["temperature"]}
             cell |= {"kept": row["kept"], "judged": key not in (_CHANNELS, *_NARROW)}
+            # A target with another cache, or other queries, can prefer another token anywhere.
+            cell |= {"parts_at_ties": not key[3] or bool(key[4])}
             compared.append(cell | (_drawn if row["temperature"] else _greedy)(base, row))
     return compared
 
@@ -218,8 +220,11 @@ def _key(arm: Mapping[str, Any]) -> Key:
 
 
 def _peer(key: Key) -> Key:
-    """Return the arm to compare with: vLLM's own with as many bits, on BASE unless the cache has 8. What 8 bits cost
-    vLLM's own is reported, not judged."""
+    """Return the arm to compare with: the same with one cache for target and draft, or vLLM's own with as many bits, on
+    BASE unless the cache has 8. What 8 bits cost vLLM's own is reported, not judged."""
+    *of_target, draft_cache = key
+    if draft_cache:
+        return (*of_target, "")
     if key[3] and key not in _NARROW:
         return _NARROW[0]
     return _CHANNELS if key[1] == ROUNDED else _BASE
@@ -305,7 +310,7 @@ def trained_problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapp
     for row in compared:
         where = f"{row['arm']}, temperature {row['temperature']:g}"
         messages += [f"{where}: {problem}" for problem in _acceptance_problems(row) if row["judged"]]
-        wide = [margin for margin in row.get("margins", ()) if margin > TIE and row["judged"]]
+        wide = [margin for margin in row.get("margins", ()) if margin > TIE and row["parts_at_ties"]]
         messages += [f"{where}: a text differs at a margin of {margin:g}" for margin in wide]
     return messages
 

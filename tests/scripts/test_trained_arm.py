@@ -255,12 +255,21 @@ def test_8_bit_caches_are_judged_by_vllms_own() -> None:
     ours = [arm(NARROW, worse, cache="fp8"), arm(NARROW, worse, cache="fp8", draft_cache="bfloat16")]
     assert said(*ours, theirs, rounded, arm(BASE)) == []
     rows = [row for row in trained_agreement([*ours, theirs, rounded, arm(BASE)]) if not row["temperature"]]
-    narrow = f"{NARROW_BASE} fp8"
-    assert {row["arm"]: (row["against"], row["judged"]) for row in rows} == {
-        **{each["arm"]["name"]: (narrow, True) for each in ours}, narrow: (BASE, False), f"{BASE} fp8": (BASE, False),
+    narrow, own = f"{NARROW_BASE} fp8", f"{NARROW} fp8"
+    assert {row["arm"]: (row["against"], row["judged"], row["parts_at_ties"]) for row in rows} == {
+        own: (narrow, True, False), f"{own} bfloat16": (own, True, True),
+        narrow: (BASE, False, False), f"{BASE} fp8": (BASE, False, False),
     }  # fmt: skip
     [problem] = said(arm(NARROW, worse, cache="fp8"), arm(NARROW_BASE, cache="fp8"), arm(BASE))
     assert f"times the rounds of {narrow}" in problem
+
+
+def test_texts_over_8_bit_caches_may_part_anywhere() -> None:
+    parted = [[*range(sum(each) - 1), -1] for each in (written(each, KEPT) for each in GREEDY)]
+    narrow = [arm(NARROW_BASE, cache="fp8"), arm(NARROW, texts=parted, cache="fp8")]
+    assert said(arm(BASE), *narrow) == []
+    apart = said(arm(BASE), *narrow, arm(NARROW, cache="fp8", draft_cache="bfloat16"))
+    assert len(apart) == len(GREEDY) and "a text differs at a margin of 5" in apart[0]
 
 
 def test_arm_whose_peer_is_missing_is_not_compared() -> None:

@@ -333,6 +333,15 @@ def test_timed_engines_start_together_if_asked(kept, places, tmp_path, monkeypat
     assert shared == [places]
 
 
+def test_one_engine_picks_the_kernels_of_all_exact_arms(tmp_path, monkeypatch):
+    waves = []
+    monkeypatch.setattr(vllm_figures, "share", lambda places, group, work: waves.append([*group]) or [])
+    hybrid = [Arm(draft, 3, "qwen3.5-small", kind="qwen3.5-mtp") for draft in (BASE, CONTROL, REBUILT)]
+    others = [Arm(BASE, 7, "small"), Arm(BASE, 3, "qwen3.5", 1.8, kind="qwen3.5-mtp")]
+    run_all([others[0], *hybrid, others[1]], [0], Kept(tmp_path, {}))
+    assert waves == [hybrid[:1], [others[0], *hybrid[1:]], others[1:]]
+
+
 def test_arm_over_time_is_killed_and_not_kept(tmp_path, monkeypatch):
     sleeps = tmp_path / "sleeps"
     sleeps.write_text("#!/bin/sh\nsleep 1000\n")
