@@ -126,8 +126,8 @@ MACHINE = ("device", "driver", "cuda", "torch", "triton", "python")
 EXACT_ARMS = 3
 """Exact arms that share a GPU."""
 TUNED = frozenset({"qwen3.5-small"})
-"""Small models for which vLLM picks kernels by their time when it first starts. It keeps them on disk, and they differ in
-rounding: several engines that start first together would write different texts."""
+"""Small models for which vLLM picks kernels by their time when it first starts. It keeps the choice on disk, and
+kernels round differently: several engines that start first together would write different texts."""
 MARGIN = 0.02
 """Share of draft tokens by which ours may differ from FLASH_ATTN beyond vLLM's own backends: the count is small."""
 
