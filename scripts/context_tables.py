@@ -1,4 +1,8 @@
-"""Build the tables, sentences and plot of vLLM over long contexts from its report."""
+"""Build the tables, sentences and plot of vLLM over long contexts.
+
+All take reports of `scripts/vllm_figures.py --contexts`, newest first, of which the newest that has a model and a kind
+of draft is shown.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +39,16 @@ _KERNELS = ("triton_paged", "flash_attn3")
 
 _Report = Mapping[str, Any]
 """See vllm_figures.py."""
+_Reports = Sequence[_Report]
 _Arm = Mapping[str, Any]
 """What a report says of an arm: its settings as "arm", and its rows."""
 
 
-def speeds(report: _Report) -> str:
+def speeds(reports: _Reports) -> str:
     """Return tokens per second of decoding, a table for each model, kind of draft and number of requests. Raises
     ValueError if no arm has a draft."""
     blocks = []
-    for arms in _groups(report):
+    for report, arms in groups(reports):
         blocks.append(f"{_title(arms)}. vLLM {arms[0]['vllm']}, {source(report)}:")
         for requests in _requests(arms):
             contexts = [context for context in _contexts(arms) if any(_runs(each, context, requests) for each in arms)]
@@ -54,11 +59,11 @@ def speeds(report: _Report) -> str:
     return "\n\n".join(blocks)
 
 
-def prompts(report: _Report) -> str:
+def prompts(reports: _Reports) -> str:
     """Return tokens per second of prompts by context, a table for each model and kind of draft. A cell has a number for
     each number of requests."""
     blocks = []
-    for arms in _groups(report):
+    for _, arms in groups(reports):
         heads, sizes = list(map(thousands, _contexts(arms))), _requests(arms)
         rows = [
             [
@@ -72,11 +77,11 @@ def prompts(report: _Report) -> str:
     return "\n\n".join(blocks)
 
 
-def ratios(report: _Report) -> str:
+def ratios(reports: _Reports) -> str:
     """Return tokens per second with target and draft on each of ours, divided by those of vLLM's engines, run by
     run."""
     blocks = []
-    for arms in _groups(report):
+    for _, arms in groups(reports):
         places = [(size, context) for size in _requests(arms) for context in _contexts(arms)]
         places = [place for place in places if any(_runs(each, place[1], place[0]) for each in arms)]
         heads = [f"{size} × {thousands(context)}" for size, context in places]
@@ -117,10 +122,10 @@ def _of_kernels(ours: float | None, theirs: float | None) -> str:
     return ABSENT if ours is None or theirs is None else f"{ours:,.0f} / {theirs:,.0f} ({ours / theirs:.2f})"
 
 
-def cost(report: _Report) -> str:
+def cost(reports: _Reports) -> str:
     """Say from which context on a draft makes FlashAttention-2 slower, by number of requests, and what one request gets
     on it and on ours after the longest."""
-    arms = _shown(report)
+    _, arms = _shown_arms(reports)
     drafted, plain = (_need(arms, FLASH_ATTN, FA2, with_draft) for with_draft in (True, False))
     found = []
     for requests in _requests(arms):
@@ -144,9 +149,9 @@ def cost(report: _Report) -> str:
     )
 
 
-def behind(report: _Report) -> str:
+def behind(reports: _Reports) -> str:
     """Return, as a list, how far each of ours is behind FlashAttention-3 at most, and its prompts beside vLLM's."""
-    arms = _shown(report)
+    _, arms = _shown_arms(reports)
     newest, longest = _need(arms, FLASH_ATTN), _contexts(arms)[-1]
     items = []
     for name in OURS:
@@ -168,9 +173,9 @@ def behind(report: _Report) -> str:
     return "\n".join(items)
 
 
-def readme_row(report: _Report) -> list[str]:
+def readme_row(reports: _Reports) -> list[str]:
     """Return the README's row of the longest context: draft, vLLM's default on most cards, its other backend, ours."""
-    arms = _shown(report)
+    _, arms = _shown_arms(reports)
     longest, of = _contexts(arms)[-1], arms[-1]["arm"]
     drafted, plain, other = (
         _speed(_need(arms, *of), longest)
@@ -185,9 +190,9 @@ def readme_row(report: _Report) -> list[str]:
     ]
 
 
-def plot(report: _Report) -> str:
+def plot(reports: _Reports) -> str:
     """Plot one request's tokens per second over context, as an SVG for light and dark pages."""
-    arms = _shown(report)
+    report, arms = _shown_arms(reports)
     of = {
         "FlashAttention-3 (vLLM's)": (FLASH_ATTN, 0, True),
         "FLASHINFER_IN_GRAPH (ours)": (OURS[0], 0, True),
@@ -215,31 +220,42 @@ def plot(report: _Report) -> str:
     )
 
 
+def shown(reports: _Reports) -> _Report:
+    """Return the report of the sentences, the plot and the README."""
+    report, _ = _shown_arms(reports)
+    return report
+
+
 def thousands(context: int) -> str:
     """Return a number of tokens as a page shows it, 98304 as 96k."""
     return f"{context // 1024}k"
 
 
-def _groups(report: _Report) -> Iterator[list[_Arm]]:
-    """Yield the arms of each model and kind of draft: first the model's without a draft, then those with one."""
-    ran = [each for each in report["arms"] if each["rows"]]
-    kinds = dict.fromkeys(_kind(each) for each in ran if each["arm"]["draft"])
-    if not kinds:
+def groups(reports: _Reports) -> Iterator[tuple[_Report, list[_Arm]]]:
+    """Yield each model and kind of draft, in the order of _MODELS, with its report and its arms: first the model's
+    without a draft, then those with one."""
+    newest: dict[tuple[str, str], _Report] = {}
+    for report in reports:
+        for each in report["arms"]:
+            if each["rows"] and each["arm"]["draft"]:
+                newest.setdefault(_kind(each), report)
+    if not newest:
         raise ValueError("a report of long contexts must have an arm with a draft; nothing to show on their page")
-    for kind, size in kinds:
-        drafted = [each for each in ran if each["arm"]["draft"] and _kind(each) == (kind, size)]
-        yield [*(each for each in ran if not each["arm"]["draft"] and each["arm"]["size"] == size), *drafted]
+    for (kind, size), report in sorted(newest.items(), key=lambda item: [*_MODELS].index(item[0][1])):
+        ran = [each for each in report["arms"] if each["rows"] and each["arm"]["size"] == size]
+        drafted = [each for each in ran if each["arm"]["draft"] and each["arm"]["kind"] == kind]
+        yield report, [*(each for each in ran if not each["arm"]["draft"]), *drafted]
 
 
 def _kind(found: _Arm) -> tuple[str, str]:
     return found["arm"]["kind"], found["arm"]["size"]
 
 
-def _shown(report: _Report) -> list[_Arm]:
-    """Return the arms of the sentences. Raises ValueError if there are none."""
-    for arms in _groups(report):
+def _shown_arms(reports: _Reports) -> tuple[_Report, list[_Arm]]:
+    """Return the report and the arms of the sentences. Raises ValueError if there are none."""
+    for report, arms in groups(reports):
         if _kind(arms[-1]) == _SHOWN:
-            return arms
+            return report, arms
     raise ValueError(f"no arm has the draft and the model {_SHOWN}")
 
 

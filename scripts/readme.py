@@ -41,8 +41,8 @@ STRATEGIES, LLM_PAGE, ENGINE = (Path(f"docs/guide/{page}.md") for page in ("stra
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, LATENTS, PAIR = "h100/vllm.json", "h100/vllm-latents.json", "h100/vllm-pair.json"
 """Reports of vLLM: of all drafts on one GPU but those over 128 heads of latents, of these, and on two GPUs."""
-CONTEXTS = "h200/contexts.json"
-"""Report of vLLM over long contexts."""
+CONTEXTS = "h200/contexts*.json"
+"""Reports of vLLM over long contexts. The newest one that has a model and a kind of draft is shown."""
 VERIFY = "h200/bench-paged-verify.json"
 """Report of attention of a few tokens over long contexts, beside FlashAttention-3 and FlashInfer."""
 TRAINED = "h200/trained.json"
@@ -97,7 +97,7 @@ def contents(root: Path) -> dict[Path, str]:
     """Return the pages and the plot made from the reports under root. Raises SystemExit for a page without its
     markers."""
     vllm, latents, pair = (_load(root, name) for name in (VLLM, LATENTS, PAIR))
-    on_one_gpu, engines, contexts = [latents, vllm], engine_reports(root), _load(root, CONTEXTS)
+    on_one_gpu, engines, contexts = [latents, vllm], newest_first(root, ENGINES), context_reports(root)
     tables = {
         README: {
             "findings": findings(root),
@@ -203,7 +203,7 @@ def findings(root: Path) -> str:
     )
 
 
-def vllm_speeds(report: Mapping[str, Any], contexts: Mapping[str, Any]) -> str:
+def vllm_speeds(report: Mapping[str, Any], contexts: Sequence[Mapping[str, Any]]) -> str:
     """Build the table of tokens per second in vLLM: on its default, on its other backends and on ours, and after a long
     context."""
     rows = []
@@ -217,7 +217,8 @@ def vllm_speeds(report: Mapping[str, Any], contexts: Mapping[str, Any]) -> str:
         f"attention backend ({_source(report, 'scripts/vllm_figures.py')}). In the last row, one request has a long "
         "context, and target and draft have the same backend. vLLM's default there is that of A100, L4, RTX 40 and the "
         "other cards of compute capability 8 and 12; a Hopper card ran it in their place "
-        f"([why]({CONTEXT_PAGE}#what-stands-in-for-what); {_source(contexts, 'scripts/vllm_figures.py --contexts')})."
+        f"([why]({CONTEXT_PAGE}#what-stands-in-for-what); "
+        f"{_source(context_tables.shown(contexts), 'scripts/vllm_figures.py --contexts')})."
         "\n\n"
         f"{markdown_table(['draft', 'vLLM, its default', 'vLLM, another backend', 'vLLM, ours'], rows)}"
     )
@@ -240,7 +241,7 @@ def speeds(root: Path) -> str:
     eager, graph = (timed[strategy, 1]["host_us"][1] / 1e3 for strategy in ("eager", "full_loop"))
     sizes = " / ".join(map(str, SIZES))
     rows = [
-        *engine_tables.readme_rows([*engine_reports(root).values()]),
+        *engine_tables.readme_rows([*newest_first(root, ENGINES).values()]),
         [
             f"GPU time to draft tokens 2 to {DRAFT_TOKENS}, {sizes} requests",
             f"{_ms(torchs)} ms (`torch.compile`, max-autotune)",
@@ -257,10 +258,15 @@ def speeds(root: Path) -> str:
     return markdown_table(["measured", "baseline", "this library", "device, date, command"], rows)
 
 
-def engine_reports(root: Path) -> dict[str, dict[str, Any]]:
-    """Return the reports of whole engines by name, newest first."""
-    found = {path.name: read_json(path) for path in (root / "reports").glob(ENGINES)}
+def newest_first(root: Path, pattern: str) -> dict[str, dict[str, Any]]:
+    """Return the reports whose path in reports/ matches, by file name, newest first."""
+    found = {path.name: read_json(path) for path in (root / "reports").glob(pattern)}
     return dict(sorted(found.items(), key=lambda each: str(each[1]["env"]["date"]), reverse=True))
+
+
+def context_reports(root: Path) -> list[dict[str, Any]]:
+    """Return the reports of long contexts, newest first."""
+    return [*newest_first(root, CONTEXTS).values()]
 
 
 def work(vllm: Mapping[str, Any], engines: Iterable[Mapping[str, Any]]) -> str:

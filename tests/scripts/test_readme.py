@@ -82,9 +82,9 @@ FIGURES = [
 
 def speeds(root: Path) -> str:
     vllm = read_json(root / "reports" / readme.VLLM)
-    contexts = read_json(root / "reports" / readme.CONTEXTS)
+    contexts = readme.context_reports(root)
     sentences = context_tables.cost(contexts) + context_tables.behind(contexts)
-    work = readme.work(vllm, readme.engine_reports(root).values())
+    work = readme.work(vllm, readme.newest_first(root, readme.ENGINES).values())
     return readme.vllm_speeds(vllm, contexts) + readme.speeds(root) + work + sentences
 
 
@@ -105,7 +105,7 @@ def test_every_figure_comes_from_its_report(copy: Path) -> None:
 
 
 def test_a_backend_without_figures_has_a_dash() -> None:
-    report, contexts = (read_json(ROOT / "reports" / name) for name in (readme.VLLM, readme.CONTEXTS))
+    report, contexts = read_json(ROOT / "reports" / readme.VLLM), readme.context_reports(ROOT)
     arms = [arm for arm in report["arms"] if arm["arm"]["draft"] != "FLASH_ATTN"]
     eagle, *_, mtp, _ = readme.vllm_speeds({**report, "arms": arms}, contexts).splitlines()[-5:]
     assert "| – | 156 / 3,698 (`FLASHINFER`) |" in eagle and "–" not in mtp
