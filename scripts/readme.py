@@ -40,13 +40,14 @@ STATE_PAGE = Path("docs/reference/recurrent-state.md")
 STRATEGIES, LLM_PAGE, ENGINE = (Path(f"docs/guide/{page}.md") for page in ("strategies", "llm", "engine"))
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, LATENTS, PAIR = "h100/vllm.json", "h100/vllm-latents.json", "h100/vllm-pair.json"
+HYBRID, HYBRID_EXACT = "h200/vllm-hybrid.json", "h200/vllm-hybrid-exact.json"
 """Reports of vLLM: of all drafts on one GPU but those over 128 heads of latents, of these, and on two GPUs."""
 CONTEXTS = "h200/contexts*.json"
 """Reports of vLLM over long contexts. The newest one that has a model and a kind of draft is shown."""
 VERIFY = "h200/bench-paged-verify.json"
 """Report of attention of a few tokens over long contexts, beside FlashAttention-3 and FlashInfer."""
-TRAINED = "h200/trained.json"
-"""Report of a trained model in vLLM."""
+TRAINED, NARROW_CACHES = "h200/trained.json", "h200/trained-8-bit-caches.json"
+"""Reports of a trained model in vLLM, the second over 8-bit caches."""
 SUITES_PAGE = Path("docs/engines/others-suites.md")
 SUITES = ("cpu/others-vllm.json", "h200/others-vllm.json", "cpu/others-sglang.json", "h200/others-sglang.json")
 """Reports of engines' own tests."""
@@ -96,7 +97,7 @@ ABSENT = "–"
 def contents(root: Path) -> dict[Path, str]:
     """Return the pages and the plot made from the reports under root. Raises SystemExit for a page without its
     markers."""
-    vllm, latents, pair = (_load(root, name) for name in (VLLM, LATENTS, PAIR))
+    vllm, latents, pair, hybrid = (_load(root, name) for name in (VLLM, LATENTS, PAIR, HYBRID))
     on_one_gpu, engines, contexts = [latents, vllm], newest_first(root, ENGINES), context_reports(root)
     tables = {
         README: {
@@ -121,7 +122,7 @@ def contents(root: Path) -> dict[Path, str]:
             "our layers": engine_tables.our_layers([*engines.values()]),
             "vllm draft times": vllm_tables.draft_times(on_one_gpu),
             "vllm on two GPUs": vllm_tables.scaling(pair),
-            "vllm validated": vllm_tables.validated(vllm),
+            "vllm validated": vllm_tables.validated([vllm, hybrid]),
             "vllm ratios on two GPUs": vllm_tables.ratios([pair], num_gpus=2),
         },
         CONTEXT_PAGE: {
@@ -137,8 +138,12 @@ def contents(root: Path) -> dict[Path, str]:
             "work of the readme": work(vllm, engines.values()),
             "whole engines": "\n\n".join(engine_tables.figures(*each) for each in engines.items()),
             "trained": trained_tables.table(_load(root, TRAINED)),
+            "trained over 8-bit caches": trained_tables.table(_load(root, NARROW_CACHES)),
             "vllm figures": "\n\n".join(
-                vllm_tables.figures(report, name) for report, name in ((vllm, VLLM), (latents, LATENTS), (pair, PAIR))
+                [
+                    *(vllm_tables.figures(_load(root, name), name) for name in (VLLM, LATENTS, PAIR, HYBRID)),
+                    *vllm_tables.agreements(_load(root, HYBRID_EXACT)),
+                ]
             ),
         },
     }

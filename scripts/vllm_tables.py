@@ -104,16 +104,16 @@ def scaling(report: dict[str, Any]) -> str:
     return _by_requests(["draft", "its backend"], sizes, ["GPU, date"], rows)
 
 
-def validated(report: dict[str, Any]) -> str:
+def validated(reports: Sequence[dict[str, Any]]) -> str:
     """Return the ratios of output tokens per second with metadata validation to those without, over all runs of the
     same engine, with standard errors and the number of comparisons."""
-    sizes, rows = _requests([report]), []
-    for each in (each for each in report["arms"] if each["arm"]["watched"]):
-        of = {row["requests"]: row for row in each["rows"]}
-        cells = [_validated_cell(of[size]) if size in of else "" for size in sizes]
-        rows.append(
-            [_draft(each), f"`{each['arm']['draft']}`", *cells, _MODES[each["arm"]["compiled"]], source(report)]
-        )
+    sizes, rows = _requests(reports), []
+    for report in reports:
+        for each in (each for each in report["arms"] if each["arm"]["watched"]):
+            of = {row["requests"]: row for row in each["rows"]}
+            cells = [_validated_cell(of[size]) if size in of else "" for size in sizes]
+            mode = _MODES[each["arm"]["compiled"]]
+            rows.append([_draft(each), f"`{each['arm']['draft']}`", *cells, mode, source(report)])
     return _by_requests(["draft", "our backend"], sizes, ["vLLM", "GPU, date"], rows)
 
 
@@ -186,9 +186,14 @@ def figures(report: dict[str, Any], name: str) -> str:
             )
             plain = [each for each in alike if not each["arm"]["draft"] and _model(each)[1] == size]
             blocks.append(_table([*plain, *arms]))
-    for kind in dict.fromkeys(row["kind"] for row in report["agreement"]):
-        blocks.append(_agreement([row for row in report["agreement"] if row["kind"] == kind], kind))
-    return "\n\n".join(blocks)
+    return "\n\n".join([*blocks, *agreements(report)])
+
+
+def agreements(report: Mapping[str, Any]) -> list[str]:
+    """Say for each kind of draft that was compared how often draft tokens agree."""
+    rows = report.get("agreement", [])
+    kinds = dict.fromkeys(row["kind"] for row in rows)
+    return [_agreement([row for row in rows if row["kind"] == kind], kind) for kind in kinds]
 
 
 def _model(found: dict[str, Any]) -> tuple[str, str]:

@@ -248,7 +248,7 @@ def test_validated_arms_are_compared_only_with_themselves() -> None:
     }  # type: ignore[index]
     report = {**VLLM_REPORT, "arms": [plain, watched]}
     row = "| EAGLE, 8B Llama, 3 tokens | `FLASHINFER_IN_GRAPH` | 0.980 ± 0.008 (7) | mode 0 | H200, 2026-11-23 |"
-    assert vllm_tables.validated(report).splitlines()[2:] == [row]
+    assert vllm_tables.validated([report]).splitlines()[2:] == [row]
     theirs = vllm_arm("FLASHINFER", [98.0])
     assert vllm_tables.ratios([{**report, "arms": [watched, theirs]}]).count("\n") == 1
     with pytest.raises(ValueError, match="no timed arm"):
