@@ -30,6 +30,8 @@ SPILLED_ON_HOPPER = {
 """The most bytes of a thread's registers that a kernel of an op, over 8 bits or not, keeps in memory on an H100."""
 SPILLED_BY_PROMPTS = 120
 """The same for attention in tiles of 128 rows, before and after its loops."""
+SPILLED_OVER_8_BIT_CACHES = 72
+"""The same for attention of a few tokens per request, in tiles of up to 256 of theirs."""
 
 _OF_CACHES = ("paged_attention", "tree_attention", "write_kv", "rope_and_write_kv", "move_accepted_kv")
 """Ops that read or write 8-bit keys and values, without a chip's own conversion where it has none."""
@@ -67,6 +69,11 @@ def is_prompt(op: str, arguments: tuple[Any, ...]) -> bool:
     return op == "attn_backends::paged_attention" and arguments[8] > MAX_TREE_TOKENS
 
 
+def reads_8_bit_cache(op: str, arguments: tuple[Any, ...]) -> bool:
+    """Return whether the op attends to keys and values in 8 bits."""
+    return op == "attn_backends::paged_attention" and arguments[1].dtype == torch.float8_e4m3fn
+
+
 def only_on_hopper(op: str, arguments: tuple[Any, ...]) -> bool:
     """Return whether no other chip runs this case: it streams rows in 8 bits."""
     return op == "attn_backends::streamed_linear" and arguments[-1]
@@ -78,7 +85,8 @@ def most_spilled(chip: Any, op: str, arguments: tuple[Any, ...]) -> int:
     on_hopper = SPILLED_ON_HOPPER.get((op, converts_8_bits(op, arguments)))
     here = SPILLED_ON_BLACKWELL if chip.capability >= (10, 0) and on_hopper is None else on_hopper or 0
     if chip.target == "sm_90":
-        return max(other, here, SPILLED_BY_PROMPTS if is_prompt(op, arguments) else 0)
+        of_prompts = SPILLED_BY_PROMPTS if is_prompt(op, arguments) else 0
+        return max(other, here, of_prompts, SPILLED_OVER_8_BIT_CACHES if reads_8_bit_cache(op, arguments) else 0)
     return max(other, here, SPILLED_ELSEWHERE.get(op, 0))
 
 
