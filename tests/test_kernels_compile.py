@@ -30,8 +30,8 @@ SPILLED_ON_HOPPER = {
 """The most bytes of a thread's registers that a kernel of an op, over 8 bits or not, keeps in memory on an H100."""
 SPILLED_BY_PROMPTS = 120
 """The same for attention in tiles of 128 rows, before and after its loops."""
-SPILLED_OVER_8_BIT_CACHES = 72
-"""The same for attention of a few tokens per request, in tiles of up to 256 of theirs."""
+SPILLED_OVER_8_BIT_CACHES = {"sm_80": 8, "sm_90": 72, "sm_100": 104}
+"""The same, by chip, for attention of a few tokens per request over 8-bit caches, in tiles of up to 256 of theirs."""
 
 _OF_CACHES = ("paged_attention", "tree_attention", "write_kv", "rope_and_write_kv", "move_accepted_kv")
 """Ops that read or write 8-bit keys and values, without a chip's own conversion where it has none."""
@@ -84,10 +84,10 @@ def most_spilled(chip: Any, op: str, arguments: tuple[Any, ...]) -> int:
     other = SPILLED_BY_RELEASE.get(triton.__version__.rpartition(".")[0], {}).get(op, 0)
     on_hopper = SPILLED_ON_HOPPER.get((op, converts_8_bits(op, arguments)))
     here = SPILLED_ON_BLACKWELL if chip.capability >= (10, 0) and on_hopper is None else on_hopper or 0
+    of_caches = SPILLED_OVER_8_BIT_CACHES.get(chip.target, 0) if reads_8_bit_cache(op, arguments) else 0
     if chip.target == "sm_90":
-        of_prompts = SPILLED_BY_PROMPTS if is_prompt(op, arguments) else 0
-        return max(other, here, of_prompts, SPILLED_OVER_8_BIT_CACHES if reads_8_bit_cache(op, arguments) else 0)
-    return max(other, here, SPILLED_ELSEWHERE.get(op, 0))
+        return max(other, here, of_caches, SPILLED_BY_PROMPTS if is_prompt(op, arguments) else 0)
+    return max(other, here, of_caches, SPILLED_ELSEWHERE.get(op, 0))
 
 
 def few_cases() -> list[Case]:
