@@ -33,6 +33,7 @@ _COMPARED = {
     "an 8B Llama with an EAGLE draft in 8 bits": _NARROW_DRAFT,
     _ALL_NARROW: _NARROW,
     "an 8B Llama without a draft, weights in 8 bits": {"steps": 0, "weights": True},
+    "four layers of Qwen3.5 without a draft": {"steps": 0, "weights": False, "size": "qwen3.5"},
     "four layers of Qwen3.5 with MTP": {"steps": 3, "weights": False, "draft_weights": False, "size": "qwen3.5"},
 }
 """Settings that `LLM` and vLLM are compared with, of a Llama unless they say so, by how the README names them."""
