@@ -239,10 +239,10 @@ class LLM:
         as `generate` does.
         """
         for turns in (conversations := as_list(messages) or [[]]):
-            require(
-                isinstance(turns, Sequence) and bool(turns) and all(isinstance(turn, Mapping) for turn in turns),
-                f'a conversation is {turns!r:.200}. Pass a list of turns: [{{"role": "user", "content": "Hello"}}].',
-            )
+            if not (isinstance(turns, Sequence) and turns and all(isinstance(turn, Mapping) for turn in turns)):
+                raise BatchError(
+                    f'a conversation is {turns!r:.200}. Pass a list of turns: [{{"role": "user", "content": "Hello"}}].'
+                )
         return self._finish(self._prepare(conversations, sampling_params), progress)
 
     def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[TextChunk]:

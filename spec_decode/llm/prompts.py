@@ -1,4 +1,7 @@
-"""The forms of a prompt: a text, token ids, a dict with either as in vLLM, or the turns of a conversation."""
+"""The forms of a prompt: a text, token ids, a dict with either as in vLLM, or the turns of a conversation.
+
+Prompts are long, so only a rejected one is formatted for a message.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,8 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[object]:
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    require(
-        isinstance(prompts, Sequence) and not isinstance(prompts, bytes),
-        f"prompts are {prompts!r:.200}. {_PASS_A_PROMPT}, a conversation, or a list of these.",
-    )
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise BatchError(f"prompts are {prompts!r:.200}. {_PASS_A_PROMPT}, a conversation, or a list of these.")
     first = prompts[0] if prompts else ""
     is_one = isinstance(first, int) or (isinstance(first, Mapping) and not _is_prompt(first))
     return [prompts] if is_one else list(prompts)
@@ -45,11 +46,8 @@ def contents(name: str, prompt: object) -> str | Sequence[int] | Sequence[Messag
     if isinstance(prompt, str):
         require(prompt != "", f"{name} is empty. Pass some text.")
         return prompt
-    require(
-        isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and len(prompt) > 0,
-        f"{name} is {prompt!r:.200}. {_PASS_A_PROMPT}, or a conversation.",
-    )
-    assert isinstance(prompt, Sequence)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes) or not prompt:
+        raise BatchError(f"{name} is {prompt!r:.200}. {_PASS_A_PROMPT}, or a conversation.")
     return prompt
 
 
@@ -74,12 +72,13 @@ def _of_dict(name: str, prompt: PromptDict) -> object:
         raise BatchError(f"{name} has {_names(other)}; LLM reads only {' and '.join(_FORMS)}. Leave the others out.")
     token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
     if token_ids is None:
-        require(isinstance(text, str), f"{name} has the prompt {text!r:.200}. Pass a text, or prompt_token_ids.")
+        if not isinstance(text, str):
+            raise BatchError(f"{name} has the prompt {text!r:.200}. Pass a text, or prompt_token_ids.")
         return text
-    require(
-        isinstance(token_ids, Sequence) and not isinstance(token_ids, str | bytes),
-        f"{name} has the prompt_token_ids {token_ids!r:.200}. Pass a list of token ids, or the text as prompt.",
-    )
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
+        raise BatchError(
+            f"{name} has the prompt_token_ids {token_ids!r:.200}. Pass a list of token ids, or the text as prompt."
+        )
     return token_ids
 
 
@@ -115,11 +114,11 @@ def _text_turn(name: str, turn: object) -> dict[str, object]:
 def _joined(name: str, content: object) -> str:
     if isinstance(content, str):
         return content
-    require(
-        isinstance(content, Sequence) and not isinstance(content, bytes),
-        f'{name} has the content {content!r:.200}. Pass a text, or parts such as {{"type": "text", "text": "Hello"}}.',
-    )
-    assert isinstance(content, Sequence)
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise BatchError(
+            f"{name} has the content {content!r:.200}. Pass a text, or parts such as "
+            '{"type": "text", "text": "Hello"}.'
+        )
     return "".join(_part_text(name, part) for part in content)
 
 
@@ -134,8 +133,9 @@ def _part_text(name: str, part: object) -> str:
     )
     assert isinstance(part, Mapping)
     text = part.get("text")
-    require(isinstance(text, str), f"{name} has a text part whose text is {text!r:.200}. Pass a string.")
-    return str(text)
+    if not isinstance(text, str):
+        raise BatchError(f"{name} has a text part whose text is {text!r:.200}. Pass a string.")
+    return text
 
 
 def _names(keys: object) -> str:

@@ -113,6 +113,18 @@ def test_single_prompt_becomes_list_of_one() -> None:
     assert contents("it", {"prompt_token_ids": [1], "prompt": "x"}) == [1]
 
 
+def test_accepted_prompts_are_not_formatted(llm: LLM) -> None:
+    def never(self: object) -> str:
+        raise AssertionError("a long prompt takes long to format")
+
+    texts, lists = (type("Long", (kind,), {"__repr__": never}) for kind in (str, list))
+    for prompt in (lists([3, 4]), {"prompt_token_ids": lists([3, 4])}, {"prompt": texts("fox")}):
+        assert contents("it", prompt) in ([3, 4], "fox") and as_list(lists([prompt])) == [prompt]
+    turn = {"role": "user", "content": lists([{"type": "text", "text": texts("fox")}])}
+    assert text_turns([turn]) == [{**turn, "content": "fox"}]
+    assert llm.chat([lists([{"role": "user", "content": texts("fox")}])], FEW)[0].token_ids
+
+
 def test_text_parts_of_a_turn_are_joined(llm: LLM) -> None:
     parts = [
         {"type": "text", "text": "f"},
