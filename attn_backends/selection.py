@@ -56,6 +56,6 @@ def select(
         rejected[name] = answer
     reasons = "; ".join(f"{name}: {', '.join(answer.reasons)}" for name, answer in rejected.items())
     raise NoBackend(
-        f"no backend supports [{spec.describe()}] on {device.type}: {reasons}. Name another backend, or ask for what "
-        "one of these serves."
+        f"no backend supports [{spec.describe()}] on {device.type}: {reasons}. Name another backend or none, or ask "
+        "for what one of these serves."
     )

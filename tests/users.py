@@ -14,5 +14,5 @@ USERS = {
     "drafter": ("import spec_decode.drafter", 11_900),
     "kit": ("import spec_decode.conformance", 20_500),
     "check": (CHECK, 20_700),
-    "LLM": ("import spec_decode.llm", 30_320),
+    "LLM": ("import spec_decode.llm", 30_400),
 }

@@ -161,7 +161,7 @@ isolate_option = click.option(
 class _Options:
     """The options of `check`, as the user gave them."""
 
-    names: Annotated[tuple[str, ...], click.argument("names", nargs=-1, metavar="NAME...")]
+    names: Annotated[tuple[str, ...], click.argument("names", nargs=-1, metavar="[NAME...]")]
     engine: Annotated[str | None, "Check metadata builders of an engine: vllm or sglang. Without NAME, all."]
     device: Annotated[str | None, device_option]
     families: Annotated[tuple[str, ...], "--family", "Run only this family of checks; repeatable."]

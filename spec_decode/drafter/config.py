@@ -51,7 +51,7 @@ class DrafterConfig:
         require(
             self.num_speculative_tokens >= 1,
             f"num_speculative_tokens must be 1 or more, got {self.num_speculative_tokens}. To decode without drafts, "
-            "leave the drafter out.",
+            "leave the drafter out; LLM also takes 0.",
         )
         require(
             self.loop_steps > 0,

@@ -168,12 +168,16 @@ def _check_positions(config: EngineConfig, name: str, positions: int, draft: Dra
     """Raise BatchError if a text and the draft tokens after it can exceed a model's positions."""
     slots = draft_slots(config, draft)
     most = positions - 1 - slots
-    shorter = "fewer num_speculative_tokens" if slots else "a model with more positions"
-    fits = f"a max_model_len of at most {most}" if most >= 2 else shorter
+    require(
+        most >= 2 or not slots,
+        f"num_speculative_tokens is {config.num_speculative_tokens}: a round writes {slots} draft tokens after a text, "
+        f"and the {name} has {positions} positions. Pass fewer.",
+    )
+    ahead = f"a round writes {slots} draft tokens beyond it" if slots else "a token after it needs a position too"
+    fits = f"a max_model_len of at most {most}" if most >= 2 else "a model with more positions"
     require(
         config.max_model_len <= most,
-        f"max_model_len is {config.max_model_len}, and a round writes {slots} draft tokens beyond it; the {name} has "
-        f"{positions} positions. Pass {fits}.",
+        f"max_model_len is {config.max_model_len}, and {ahead}; the {name} has {positions} positions. Pass {fits}.",
     )
 
 

@@ -91,8 +91,8 @@ class Handle:
         elif not_finite:
             self.generation.finish_reason = "not_finite"
             _log.warning(
-                "a request ended after %d tokens: the model's logits are NaN or infinite there. A model in float16 "
-                "overflows above 65504: load it in bfloat16 or float32.",
+                "a request ended after %d tokens: the model's logits are NaN or infinite there. If it is in "
+                "float16, which overflows above 65504, load it in bfloat16 or float32.",
                 len(self.generation.token_ids),
             )
         elif len(tokens) == room:

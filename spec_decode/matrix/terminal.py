@@ -72,7 +72,7 @@ def covered_table(found: Covered) -> RenderableType:
     for each in found.backends:
         dates = ", ".join(dict.fromkeys(date[:10] for date in each.dates))
         title = f"{plain(each.backend)}@{plain(each.version)} on {plain(each.device)}, {dates}: passed checks covered"
-        title += f" ({UNRECORDED}: not recorded)"
+        title += f" ({UNRECORDED}: not recorded)" if each.columns else " only recurrent states; see --tag 'state*'"
         table = _table(title, ["column", "passed", *AXES])
         for one in each.columns:
             passed = str(one.passed) if one.passed else "claimed" if one.claimed else "0"

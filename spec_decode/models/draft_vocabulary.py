@@ -14,8 +14,8 @@ from spec_decode.models.checkpoints.token_map import read_token_map
 HEAD = "lm_head.weight"
 _UNPROVEN = (
     "they can differ in rows of padding only, and nothing shows that both have the same tokens. Use a draft trained on "
-    "this target; if it has the target's tokenizer, put the tokenizer's files into its folder, and pass target_folder "
-    "to load_draft."
+    "this target; if it has the target's tokenizer, put the tokenizer's files into its folder. load_draft also needs "
+    "target_folder."
 )
 
 

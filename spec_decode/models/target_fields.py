@@ -174,7 +174,7 @@ def unserved(store: TensorStore) -> str | None:
     fields = section.fields.values
     if family is None or fields.get("model_type") != family:
         said = f"architectures {fields.get('architectures')!r:.80} and model_type {fields.get('model_type')!r:.40}"
-        return f"config.json has {said}; our layers know {', '.join(TARGETS)}"
+        return f"config.json has {said}, which our layers do not know"
     pictures = names[0] in WITH_PICTURES
     if pictures and (why := _unserved_around(store.config.values, fields, family)):
         return why

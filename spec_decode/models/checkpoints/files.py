@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -75,7 +76,11 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
 def in_short(error: BaseException) -> str:
     """Return a library's message, at most some lines of it; its class if the message alone says little."""
     message = " ".join(str(error).split())
-    return f"{message:.300}".rstrip(".") if len(message) > _TERSE else f"{type(error).__name__} {message}".strip()
+    return (
+        shorten(message, 300, placeholder="").rstrip(".")
+        if len(message) > _TERSE
+        else f"{type(error).__name__} {message}".strip()
+    )
 
 
 def shortened(names: Sequence[str]) -> str:

@@ -206,6 +206,8 @@ class TransformersTarget(TargetModel):
                 raise unserved(f"layer {layer} is of type {kind}, but requests a window of {window} tokens")
             if mask_window is not None and window is None:
                 raise unserved(f"layer {layer} requests no window, but the config has one of {mask_window} tokens")
+        if not any(isinstance(spec, AttentionSpec) for specs in requested.values() for spec in specs):
+            raise unserved("none of its layers has attention, and a text's length is counted in its pages")
 
     def _mask_window(self) -> int | None:
         """Return the window in a config class that has the field, if texts can be longer. Some models implement the

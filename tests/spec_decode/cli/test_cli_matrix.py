@@ -10,6 +10,7 @@ from spec_decode.environment import environment
 from spec_decode.files import read_json, report_bytes, sealed
 from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.outcome import Outcome
+from tests.import_graph import ROOT
 from tests.spec_decode.cli.conftest import CPU
 
 
@@ -236,6 +237,8 @@ def test_backend_option_shows_covered_columns(tagged, run):
     result = run("matrix", "--backend", "torch_reference")
     assert result.exit_code == 0 and "passed checks covered" in result.output and "graph support" in result.output
     assert json.loads(run("matrix", "--backend", "torch_reference", "--json", "-").stdout)["schema"] == "attn-covered/1"
+    states = run("matrix", ROOT / "reports/cpu", "--backend", "torch_state").output
+    assert "only recurrent states; see --tag 'state*'" in " ".join(states.split())
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,16 @@ def test_models_that_do_not_fit_are_rejected(draft, options, message):
 
 def test_a_target_without_room_for_a_text_is_rejected():
     target, _ = make_pair(make_config(max_positions=2))
-    with pytest.raises(BatchError, match=r"the target has 2 positions\. Pass a model with more positions"):
+    needs = "max_model_len is 2, and a token after it needs a position too"
+    with pytest.raises(BatchError, match=rf"{needs}; the target has 2 positions\. Pass a model with more positions"):
         make_engine((target, None), steps=0, max_model_len=2)
+
+
+def test_more_drafts_than_positions_are_rejected():
+    pair = make_pair(make_config(max_positions=8))
+    why = "num_speculative_tokens is 6: a round writes 6 draft tokens after a text, and the target has 8 positions"
+    with pytest.raises(BatchError, match=rf"{why}\. Pass fewer\."):
+        make_engine(pair, steps=6, max_model_len=2)
 
 
 def test_speculation_needs_draft_and_backends():

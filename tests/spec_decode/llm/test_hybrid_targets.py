@@ -204,6 +204,13 @@ def test_layer_of_another_type_is_refused(family: str, types: list[str], words: 
         TransformersTarget(model)
 
 
+def test_a_target_without_attention_is_refused() -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen3_5TextConfig(**SIZES | FAMILIES[QWEN] | {"layer_types": [LINEAR] * 3})
+    with pytest.raises(CheckpointError, match="none of its layers has attention"):
+        TransformersTarget(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval())
+
+
 def test_other_recurrent_layers_are_refused_by_name() -> None:
     sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]}
     config = transformers.BambaConfig(**SIZES, **sizes, num_hidden_layers=2)

@@ -284,7 +284,7 @@ def test_mask_token_without_embedding_is_rejected(tmp_path):
 def test_different_vocabulary_sizes_need_target_folder(tmp_path):
     message = refused_for(tmp_path, "llama", vocab_size=VOCAB + 8)
     assert f"has vocab_size {VOCAB}, the target {VOCAB + 8}; they can differ in rows of padding only" in message
-    assert "pass target_folder to load_draft" in message
+    assert "load_draft also needs target_folder." in message
 
 
 NARROW, WIDE = states(2), states(3, 48)
