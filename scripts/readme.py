@@ -41,7 +41,8 @@ STRATEGIES, LLM_PAGE, ENGINE = (Path(f"docs/guide/{page}.md") for page in ("stra
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, LATENTS, PAIR = "h100/vllm.json", "h100/vllm-latents.json", "h100/vllm-pair.json"
 HYBRID, HYBRID_EXACT = "h200/vllm-hybrid.json", "h200/vllm-hybrid-exact.json"
-"""Reports of vLLM: of all drafts on one GPU but those over 128 heads of latents, of these, and on two GPUs."""
+"""Reports of vLLM: of all drafts on one GPU but those over 128 heads of latents, of these, on two GPUs, and with a
+hybrid target, timed and compared."""
 CONTEXTS = "h200/contexts*.json"
 """Reports of vLLM over long contexts. The newest one that has a model and a kind of draft is shown."""
 VERIFY = "h200/bench-paged-verify.json"

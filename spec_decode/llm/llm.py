@@ -413,8 +413,8 @@ def _block(draft: DraftModel | None, num_tokens: int) -> list[str]:
 def _scales(target: TargetModel, config: EngineConfig) -> list[str]:
     """Say where the scales of an 8-bit cache come from, and of scales that a wider cache does not use."""
     if KV_CACHE_DTYPES[config.kv_cache_dtype] is not None:
-        found = "those of its checkpoint" if target.kv_scales else "1: its checkpoint has none"
-        return [f"target's 8-bit KV cache has as scales {found}"]
+        found = "its checkpoint's scales" if target.kv_scales else "scales of 1: its checkpoint has none"
+        return [f"target's 8-bit KV cache has {found}"]
     unused = "target's checkpoint has scales of an 8-bit KV cache, which kv_cache_dtype fp8 uses"
     return [unused] if target.kv_scales else []
 

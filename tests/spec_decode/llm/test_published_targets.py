@@ -226,14 +226,14 @@ def test_calibrated_scales_of_an_8_bit_cache_are_used_in_both_places(folder_of: 
     }
     save_file({**weights, **scales}, folder / "model.safetensors", {"format": "pt"})
     found = [LLM(folder, device="cpu", kv_cache_dtype="fp8", target=place) for place in (None, "transformers")]
-    assert all("8-bit KV cache has as scales those of its checkpoint" in llm.explain() for llm in found)
+    assert all("8-bit KV cache has its checkpoint's scales" in llm.explain() for llm in found)
     assert all("kv float8_e4m3fn" in llm.explain() for llm in found) and texts(found[0]) == texts(found[1])
     (group,) = [group for group in found[0].engine.target.groups if isinstance(group, KVGroup)]
     assert all(cache.scales and cache.scales.key_floats == pytest.approx((0.003,)) for cache in group.caches.values())
     wide = LLM(folder, device="cpu")
     assert "which kv_cache_dtype fp8 uses" in wide.explain() and texts(wide) == texts(LLM(folder_of("llama-3")))
     plain = LLM(folder_of("llama-3"), device="cpu", kv_cache_dtype="fp8")
-    assert "has as scales 1: its checkpoint has none" in plain.explain()
+    assert "has scales of 1: its checkpoint has none" in plain.explain()
 
 
 def test_unknown_place_for_a_target_is_rejected(folder_of: Any) -> None:
