@@ -206,7 +206,7 @@ REFUSED = {
         (("x", "-k", "-1"), "-k is -1. Pass the draft tokens of a round, 1 or more, or 0 to decode without a draft."),
         (("x", "--strategy", "nosuch"), "one of auto, device_loop, full_loop, per_step, piecewise, eager."),
         (("x", "--strategy", "ful_loop"), "Did you mean full_loop?"),
-        (("x", "-k", "999"), "Pass fewer num_speculative_tokens"),
+        (("x", "-k", "999"), "num_speculative_tokens is 999: a round writes 999 draft tokens after a text"),
         (("x", "--temperature", "-1"), "temperature"),
         (("x", "--verify", "dice"), "one of rejection, block"),
         (("x", "--verify", "synthetic:9"), "from 0 to 4"),
