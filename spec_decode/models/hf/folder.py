@@ -70,12 +70,12 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
         )
     if missing := sorted(loading_info["missing_keys"]):
         raise CheckpointError(
-            f"the weights in {folder} lack {len(missing)} of the model's tensors: {shortened(missing)}; those would be "
-            "random. Complete the download, or restore config.json."
+            f"the weights in {folder} lack {len(missing)} of the model's tensors, as transformers names them: "
+            f"{shortened(missing)}; those would be random. Complete the download, or restore config.json."
         )
     if extra := _unexpected_tensors(loading_info["unexpected_keys"], model):
         raise CheckpointError(
-            f"the weights in {folder} have {len(extra)} tensors unexpected by {type(model).__name__}: "
+            f"the weights in {folder} have tensors unexpected by {type(model).__name__}, {len(extra)} in all: "
             f"{shortened(extra)}; ignoring them would change the outputs. Restore config.json and the weights, "
             "or convert them to bf16 if they are quantised."
         )
