@@ -21,9 +21,11 @@ OF_A_CALL = ("command", "arms", "agreement", "problems", "finished", "digest")
 def joined(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the report of all arms. reports: by file name. Raises ReportError if they cannot be joined."""
     (first, head), *others = reports.items()
+    expected = _same(head)
     for name, report in others:
-        differing = [field for field, value in _same(report).items() if value != _same(head).get(field)]
-        if differing or _same(report).keys() != _same(head).keys():
+        found = _same(report)
+        differing = [field for field, value in found.items() if value != expected.get(field)]
+        if found != expected:
             raise ReportError(
                 f"{name} and {first} differ in {', '.join(differing) or 'fields'}. Join reports of one run."
             )

@@ -98,7 +98,8 @@ ABSENT = "–"
 def contents(root: Path) -> dict[Path, str]:
     """Return the pages and the plot made from the reports under root. Raises SystemExit for a page without its
     markers."""
-    vllm, latents, pair, hybrid = (_load(root, name) for name in (VLLM, LATENTS, PAIR, HYBRID))
+    in_vllm = {name: _load(root, name) for name in (VLLM, LATENTS, PAIR, HYBRID)}
+    vllm, latents, pair, hybrid = in_vllm.values()
     on_one_gpu, engines, contexts = [latents, vllm], newest_first(root, ENGINES), context_reports(root)
     tables = {
         README: {
@@ -142,7 +143,7 @@ def contents(root: Path) -> dict[Path, str]:
             "trained over 8-bit caches": trained_tables.table(_load(root, NARROW_CACHES)),
             "vllm figures": "\n\n".join(
                 [
-                    *(vllm_tables.figures(_load(root, name), name) for name in (VLLM, LATENTS, PAIR, HYBRID)),
+                    *(vllm_tables.figures(report, name) for name, report in in_vllm.items()),
                     *vllm_tables.agreements(_load(root, HYBRID_EXACT)),
                 ]
             ),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -203,31 +203,38 @@ def trained_agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             cell = {"arm": each["arm"]["name"], "against": peer["arm"]["name"], "temperature": row["temperature"]}
             cell |= {"kept": row["kept"], "judged": key not in (_CHANNELS, *_NARROW)}
             # A target with another cache, or other queries, can prefer another token anywhere.
-            cell |= {"parts_at_ties": not key[3] or bool(key[4])}
+            cell |= {"parts_at_ties": not key.cache or bool(key.draft_cache)}
             compared.append(cell | (_drawn if row["temperature"] else _greedy)(base, row))
     return compared
 
 
-Key: TypeAlias = tuple[str, ...]
-"""An arm's backend, linears, head, cache and draft's cache."""
-_BASE, _CHANNELS = (BASE, "", "", "", ""), (BASE, CHANNELS, "", "", "")
-_NARROW = ((NARROW_BASE, "", "", EIGHT_BITS, ""), (BASE, "", "", EIGHT_BITS, ""))
+class Key(NamedTuple):
+    """What an arm is found by; see TrainedArm."""
+
+    backend: str
+    linears: str = ""
+    head: str = ""
+    cache: str = ""
+    draft_cache: str = ""
+
+
+_BASE, _CHANNELS = Key(BASE), Key(BASE, linears=CHANNELS)
+_NARROW = (Key(NARROW_BASE, cache=EIGHT_BITS), Key(BASE, cache=EIGHT_BITS))
 """vLLM's own with 8-bit caches, the one that ours are compared with first."""
 
 
 def _key(arm: Mapping[str, Any]) -> Key:
-    return arm["backend"], arm["linears"], arm["head"], arm.get("cache", ""), arm.get("draft_cache", "")
+    return Key(*(arm[name] for name in Key._fields))
 
 
 def _peer(key: Key) -> Key:
     """Return the arm to compare with: the same with one cache for target and draft, or vLLM's own with as many bits, on
     BASE unless the cache has 8. What 8 bits cost vLLM's own is reported, not judged."""
-    *of_target, draft_cache = key
-    if draft_cache:
-        return (*of_target, "")
-    if key[3] and key not in _NARROW:
+    if key.draft_cache:
+        return key._replace(draft_cache="")
+    if key.cache and key not in _NARROW:
         return _NARROW[0]
-    return _CHANNELS if key[1] == ROUNDED else _BASE
+    return _CHANNELS if key.linears == ROUNDED else _BASE
 
 
 def _greedy(base: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:

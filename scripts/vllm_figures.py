@@ -264,9 +264,8 @@ def run_all(
         places = [gpus[at : at + wanted] for at in range(0, len(gpus) - wanted + 1, wanted)]
         places *= together if is_timed else EXACT_ARMS
         arms = list(group)
-        exact = [arm for arm in arms if isinstance(arm, Arm) and not is_timed]
-        first = list({arm.size: arm for arm in reversed(exact) if arm.size in TUNED}.values())
-        for some in filter(None, (first, [arm for arm in arms if arm not in first])):
+        first = {arm.size: arm for arm in reversed(arms) if isinstance(arm, Arm) and arm.size in TUNED}.values()
+        for some in filter(None, ([*first], [arm for arm in arms if arm not in first])):
             found += share(places, some, run_on)
     order = [arm.name for arm in selected]
     return sorted(filter(None, found), key=lambda each: order.index(each["arm"]["name"])), skipped

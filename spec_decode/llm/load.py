@@ -155,8 +155,8 @@ def load_published_pair(
     narrow = isinstance(store, Fp8Store) or (store is not None and is_mxfp4(store.config.values))
     if why is not None and (quantises or narrow):
         raise CheckpointError(
-            f"{target} would run in transformers, which gets no quantised weights: {why}. Leave weights out, of "
-            "a checkpoint in 8 bits use a bf16 copy, or use a model that this library's layers compute."
+            f"{target} would run in transformers, which gets no quantised weights: {why}. Leave weights out, use a "
+            "bf16 copy of a checkpoint in 8 bits, or use a model that this library's layers compute."
         )
     require(
         why is None or not invariant,

@@ -76,11 +76,9 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
 def in_short(error: BaseException) -> str:
     """Return a library's message, at most some lines of it; its class if the message alone says little."""
     message = " ".join(str(error).split())
-    return (
-        shorten(message, 300, placeholder="").rstrip(".")
-        if len(message) > _TERSE
-        else f"{type(error).__name__} {message}".strip()
-    )
+    if len(message) <= _TERSE:
+        return f"{type(error).__name__} {message}".strip()
+    return shorten(message, 300, placeholder="").rstrip(".")
 
 
 def shortened(names: Sequence[str]) -> str:
